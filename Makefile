@@ -55,7 +55,7 @@ help:
 	@echo "make test-compile  compile a model and compare its losses: minutes the first time"
 	@echo "make test-architectures  train every architecture in whole runs, tied and untied, fp32 and bf16, synchronous and asynchronous"
 	@echo "make test-vllm  install vLLM for the CPU beside it and run the tests that need a real server"
-	@echo "make test-freezes  stop one process of a whole run for 5, 15 or 60 s, each kind in turn, and see it go on; FREEZES=100 runs from FIRST=0 on"
+	@echo "make test-freezes  stop one process of a whole run for 5, 15 or 60 s, each kind in turn, and see it go on; then all of them together for 40 s, ten times, sync and async; FREEZES=100 runs from FIRST=0 on"
 	@echo "make test-cluster  run over several hosts, which are network namespaces: as root; SCHEDULES=50 random faults; keeps a report in out/cluster"
 	@echo "make test-ray  install Ray beside it and let it start host agents on this machine, and as root on network namespaces"
 	@echo "make test-jobset  install kubernetes-validate beside it and check the manifest for Kubernetes (CRD=definition of JobSet)"
@@ -236,6 +236,7 @@ test-vllm: install .venv-vllm/.installed
 # Frozen time is waiting, so that several runs share the machine.
 test-freezes: install
 	$(BIN)/python benchmarks/freeze_soak.py --first $(FIRST) --runs $(FREEZES) --keep out/freezes
+	$(BIN)/python benchmarks/pause_soak.py
 
 # Whole runs, one after another, since each has the machine to itself.
 test-cluster: install

@@ -36,6 +36,7 @@ import psutil
 
 from realhf.api.experiment import RunPlan
 from realhf.api.graph import build_graph
+from realhf.base.event_loops import new_event_loop
 from realhf.dataflow.function_executor import FunctionExecutor
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.launch.build import build_experiment
@@ -43,7 +44,6 @@ from realhf.launch.compose import compose_config
 from realhf.registry import sources
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster
-from realhf.transport.sockets import new_event_loop
 
 WORKERS = ("model_worker", "rollout_worker", "generation")
 GROUP = 8

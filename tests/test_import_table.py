@@ -30,7 +30,7 @@ ROOMS: dict[str, str] = {
     "trajectory": "",
     "trajectory/client": "api base trajectory",
     "trajectory/store": "base trajectory",
-    "trajectory/state": "trajectory trajectory/store",
+    "trajectory/state": "base trajectory trajectory/store",
     "trajectory/training": "api trajectory/client",
     "trajectory/wire": "trajectory",
     "trajectory/http": "base trajectory trajectory/state trajectory/store trajectory/wire",
@@ -58,7 +58,7 @@ ROOMS: dict[str, str] = {
     "env/adapters": "api base env env/loader",
     "aws": "api aws/cli aws/simulator aws/tasks backends/embedded backends/training base env env/containment "
     "env/server rollout",
-    "aws/episode": "api aws aws/cli aws/grading aws/real_aws aws/simulator aws/tasks env/loader env/server",
+    "aws/episode": "api aws aws/cli aws/grading aws/real_aws aws/simulator aws/tasks base env/loader env/server",
     "aws/playground": "aws aws/episode aws/grading aws/simulator aws/tasks env/server",
     "aws/server": "aws aws/episode aws/playground aws/real_aws aws/simulator aws/tasks env/server",
     "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base rollout",

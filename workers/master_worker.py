@@ -37,6 +37,7 @@ from realhf.api.evaluation import Report
 from realhf.api.experiment import EvaluationSpec, InterfaceType, RolloutSpec, RunPlan
 from realhf.api.graph import build_graph
 from realhf.api.source import DataSource
+from realhf.base.event_loops import new_event_loop
 from realhf.base.files import run_folder_needed
 from realhf.base.host_resources import LoadOfSteps
 from realhf.base.messages import Call
@@ -61,7 +62,7 @@ from realhf.scheduler.process import run_guarded
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster
-from realhf.transport.sockets import allow_many_connections, new_event_loop
+from realhf.transport.sockets import allow_many_connections
 from realhf.view.report import write_report
 from workers.worker_main import add_key_file, keys_in
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from realhf.api.experiment import ModelSpec
 from realhf.api.model import Model
 from realhf.api.source import SampleResult, SourceItem
 from realhf.backends.embedded.compute_threads import threads
+from realhf.base import process_clock
 from realhf.env.curriculum import TaskSource
 from realhf.env.loader.load import build_environment
 from realhf.registry import backends
@@ -127,11 +127,11 @@ class Producer:
 
     def _round(self, count: int) -> list[Mapping[str, Any]]:
         """Play; [] when nothing came of it, which may pass: the environment's server is away for a while."""
-        began = time.monotonic()
+        began = process_clock.now()
         try:
             groups = self._play(count)
         except NothingPlayed as error:
-            since, now = self._in_vain_since or began, time.monotonic()
+            since, now = self._in_vain_since or began, process_clock.now()
             if now - since >= self._options.patience_s:
                 text = f"no episode has come to a result for {now - since:.0f} s, at last {error}"
                 raise RuntimeError(text) from error

@@ -21,6 +21,7 @@ from realhf.api.experiment import RolloutSpec, RunPlan
 from realhf.api.model import CallContext
 from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
+from realhf.base.event_loops import new_event_loop
 from realhf.base.loop_thread import LoopWatch
 from realhf.base.process import settle
 from realhf.base.tls import with_certificate
@@ -37,7 +38,7 @@ from realhf.transport.push_stream import StreamProducer
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
 from realhf.transport.service import ServiceClient
-from realhf.transport.sockets import allow_many_connections, new_event_loop
+from realhf.transport.sockets import allow_many_connections
 from workers.worker_main import network_of, run_planned
 
 DRAIN_S = 30.0

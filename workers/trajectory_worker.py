@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import uvicorn
 
+from realhf.base import process_clock
 from realhf.base.loopback import is_loopback_host
 from realhf.scheduler.child import leave
 from realhf.scheduler.process import run_guarded
@@ -102,9 +103,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = process_clock.now() + START_TIMEOUT_S
     while not server.started:
-        if not thread.is_alive() or time.monotonic() > deadline:
+        if not thread.is_alive() or process_clock.now() > deadline:
             raise RuntimeError("the server did not start; its log tells why")
         time.sleep(0.02)
 

@@ -138,8 +138,10 @@ class KilledRun:
         seed: int = 3,
         steps: int = 8,
         environment: str = AWS,
+        synchronous: bool = False,
     ) -> None:
         self.folder = runs / "killed" / trial
+        self._synchronous = synchronous
         if environment == VERIFIER:
             self._hang = runs / f"{trial}-environment" / "hang"
             self._hang.parent.mkdir()
@@ -155,7 +157,7 @@ class KilledRun:
             "realhf.launch",
             *(ON_AWS if environment == AWS else ELSEWHERE),
             *((f"env={environment}",) if environment not in (AWS, VERIFIER) else ()),
-            *TINY,
+            *(option for option in TINY if not (synchronous and option.startswith("async_rl."))),
             "experiment_name=killed",
             f"seed={seed}",
             f"trial_name={trial}",
@@ -163,6 +165,8 @@ class KilledRun:
             f"total_train_steps={steps}",
             f"actor.path={policy}",
         ]
+        if synchronous:
+            self._command[3] = self._command[3].removesuffix("_async")
         self.options = options
         self._seen: set[psutil.Process] = set()
         self._named_memory: set[str] = set()
@@ -301,9 +305,11 @@ class KilledRun:
             result.problems.append(f"exit code {exit_code}: {self.tail()}")
         result.problems += [f"left running: {line}" for line in self.left_over()]
         result.problems += [f"left in /dev/shm: {name}" for name in sorted(self._named_memory) if Path(name).exists()]
-        steps = [row["step"] for row in self.rows()]
+        steps = self.finished_steps()
         if steps != list(range(1, self.steps + 1)):
             result.problems.append(f"steps in metrics.jsonl: {steps}")
+        if self._synchronous:
+            return result
         try:
             result.tally = audit_folder(self.folder / "journal")
         except JournalError as error:
@@ -311,6 +317,27 @@ class KilledRun:
         else:
             result.problems += _faults(result.tally, self.steps * BATCH)
         return result
+
+    def finished_steps(self) -> list[float]:
+        """Return the numbers of the steps whose rows are written."""
+        return [row["step"] for row in self.rows()]
+
+    def pause(self, seconds: float) -> int:
+        """Stop the launcher and all its processes for so many seconds, as a machine that is moved does. Return how many
+        there were."""
+        assert self._launcher is not None
+        stopped: set[psutil.Process] = set()
+        # One that is stopped starts no others: none is missed once a look finds nothing new.
+        while fresh := {psutil.Process(self._launcher.pid), *self.processes()} - stopped:
+            for process in fresh:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.suspend()
+            stopped |= fresh
+        time.sleep(seconds)
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+        return len(stopped)
 
     def rows(self) -> list[dict[str, float]]:
         """What the run wrote about its steps."""
@@ -380,6 +407,26 @@ def freeze_for(run: KilledRun, kind: str, seconds: float, choice: random.Random,
         run.processes()
         time.sleep(LOOK_S)
     return longest
+
+
+def pause_again_and_again(run: KilledRun, moments: int, seconds: float, choice: random.Random, timeout_s: float) -> int:
+    """Let the whole run stand still at so many random moments, for so many seconds each: the first two during its
+    start, each later one within a second after a step. Return how many steps were done a step after the last one.
+    Raises Stuck where the run ends, or no step comes for ``timeout_s``."""
+    steps = 0
+    for moment in range(moments + 1):
+        deadline = time.monotonic() + timeout_s
+        while run.running and moment > 1 and len(run.finished_steps()) <= steps:
+            if time.monotonic() > deadline:
+                raise Stuck(f"no step for {timeout_s:g} s after pause {moment}:\n{run.tail()}")
+            time.sleep(0.05)
+        if not run.running:
+            raise Stuck(f"it ended after pause {moment}:\n{run.tail()}")
+        steps = len(run.finished_steps())
+        if moment < moments:
+            time.sleep(choice.uniform(0.5, 4.0) if moment < 2 else choice.uniform(0.0, 1.0))
+            run.pause(seconds)
+    return steps
 
 
 def _heed_ctrl_c() -> None:

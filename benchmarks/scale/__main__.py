@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale.master import Simulation, make_plan, say
+from realhf.base.event_loops import new_event_loop
 from realhf.base.process import settle
 from realhf.dataflow.journal.audit import audit_folder
-from realhf.transport.sockets import new_event_loop
 
 GOAL_PER_S, GOAL_BYTES, GOAL_RECOVERY_S = 3000.0, 4096.0, 30.0
 

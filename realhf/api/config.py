@@ -516,6 +516,12 @@ class AsyncConfig:
     recover_window_s: float = option(
         3600.0, "Deaths longer ago than these seconds do not count towards recover_retries.", above=0, on_resume="free"
     )
+    journal_timeout_s: float = option(
+        30.0,
+        "The disk of the run folder takes a record of the journal within these seconds.",
+        above=0,
+        on_resume="free",
+    )
     keep_journal: bool = option(
         False,
         "What the journal needs no more is kept in its folder 'archive', so that every sample can be audited.",

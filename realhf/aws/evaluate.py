@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -45,6 +44,7 @@ from realhf.aws.messages import OBSERVATION_CHARS, episode_task
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
+from realhf.base import process_clock
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Witness
 from realhf.rollout.player import EpisodeAgent, Player
@@ -259,13 +259,13 @@ def _progress(name: str, total: int) -> Iterator[Callable[[], None]]:
 def _lines(name: str, total: int, every_s: float) -> Callable[[], None]:
     """Return what counts an episode and writes a line when ``every_s`` seconds have passed since the last, and for the
     last episode."""
-    done, written = 0, time.monotonic()
+    done, written = 0, process_clock.now()
 
     def advance() -> None:
         nonlocal done, written
         done += 1
-        if done == total or time.monotonic() >= written + every_s:
-            written = time.monotonic()
+        if done == total or process_clock.now() >= written + every_s:
+            written = process_clock.now()
             print(f"{name}: {done}/{total} episodes", file=sys.stderr, flush=True)
 
     return advance

@@ -13,6 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from realhf.base.event_loops import ClockedLoop
+
 _log = logging.getLogger(__name__)
 HEAD_S = 10.0
 """From the first byte of a request, or the connection before it, to the end of its head."""
@@ -50,7 +52,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-class HandshakeLoop(asyncio.SelectorEventLoop):
+class HandshakeLoop(ClockedLoop):
     """For ``uvicorn.Config(loop=...)``: its servers end a connection without a TLS handshake as early as one without a
     request, and show what waits to be sent (uvloop's do not)."""
 

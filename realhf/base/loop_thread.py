@@ -10,12 +10,13 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+
+from realhf.base import event_loops, process_clock
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -33,7 +34,7 @@ class LoopThread:
         self._instead = instead
         self._name = name
         self.pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
+        self.loop = event_loops.ClockedLoop()
         self._thread = threading.Thread(target=_run_loop, args=(self.loop,), name=name, daemon=True)
         self._lock = threading.Lock()
         if not later:
@@ -62,7 +63,7 @@ class LoopThread:
         self._start()
         future = asyncio.run_coroutine_threadsafe(run(), self.loop)
         try:
-            return future.result(timeout_s)
+            return future.result() if timeout_s is None else event_loops.result(future, timeout_s)
         except BaseException:
             future.cancel()
             ended.wait(_ROLLBACK_S)
@@ -179,7 +180,7 @@ def shut_down(thread: LoopThread, inner: Closable, timeout_s: float = _CLOSE_S) 
     or the interpreter's end."""
     if thread.alive and not thread.is_current():
         with suppress(TimeoutError, RuntimeError):
-            asyncio.run_coroutine_threadsafe(inner.close(), thread.loop).result(timeout_s)
+            event_loops.result(asyncio.run_coroutine_threadsafe(inner.close(), thread.loop), timeout_s)
     thread.stop(timeout_s)
 
 
@@ -222,15 +223,15 @@ class LoopWatch:
         self._loop, self._ident = loop, ident
         self._answered = threading.Event()
         self._answered.set()
-        self._asked = time.monotonic()
+        self._asked = process_clock.now()
 
     def look(self) -> float:
         """Return for how many seconds the loop has answered nothing since it was asked; 0.0 when it has answered.
         Raises RuntimeError when the loop is closed."""
         if not self._answered.is_set():
-            return time.monotonic() - self._asked
+            return process_clock.now() - self._asked
         self._answered.clear()
-        self._asked = time.monotonic()
+        self._asked = process_clock.now()
         self._loop.call_soon_threadsafe(self._answered.set)
         return 0.0
 

@@ -14,6 +14,8 @@ import os
 import time
 from pathlib import Path
 
+from realhf.base import process_clock
+
 
 def host_token() -> str:
     """Return a token that is equal for two processes exactly when they are on one host and can see each other's /proc
@@ -72,8 +74,8 @@ def share_niceness(pid: int) -> None:
     """Give the session of process ``pid`` the niceness of this process. Does nothing where the kernel does not weigh
     sessions, or when the process has ended."""
     niceness = os.getpriority(os.PRIO_PROCESS, 0)
-    deadline = time.monotonic() + _REFUSED_S
-    while niceness > 0 and not _taken(pid, niceness) and time.monotonic() < deadline:
+    deadline = process_clock.now() + _REFUSED_S
+    while niceness > 0 and not _taken(pid, niceness) and process_clock.now() < deadline:
         time.sleep(0.02)
 
 

@@ -14,12 +14,12 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import zmq
 
+from realhf.base import process_clock
 from realhf.cluster.cluster_keys import HostKey
 from realhf.cluster.file_transfer import HeldKeys, keep
 from realhf.cluster.messages import (
@@ -49,7 +49,6 @@ from realhf.scheduler.process import log_end
 from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
-from realhf.transport.heartbeat import PauseDetector
 from realhf.transport.network import connect_encrypted
 from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, own_versions, unreached
 
@@ -198,9 +197,9 @@ class HostAgent:
     def _registered(self, limit_s: float, lost: str) -> zmq.Socket[bytes] | None:
         """Return a socket that the launcher has welcomed; None when a run was over and no other began. Raises
         NetworkError after ``limit_s``, and ProtocolError when it refuses."""
-        began = time.monotonic()
+        began = process_clock.now()
         told = False
-        while time.monotonic() - began < limit_s:
+        while process_clock.now() - began < limit_s:
             socket = self._connected()
             watch, welcomed = HandshakeWatch(socket), False
             try:
@@ -232,21 +231,21 @@ class HostAgent:
 
     def _welcomed(self, socket: zmq.Socket[bytes], watch: HandshakeWatch, deadline: float) -> bool:
         """Say hello until there is a welcome; False after a while without, so that a new connection is tried."""
-        began, said = time.monotonic(), 0.0
-        while time.monotonic() < min(deadline, began + REACHED_WITHIN_S):
+        began, said = process_clock.now(), 0.0
+        while process_clock.now() < min(deadline, began + REACHED_WITHIN_S):
             watch.look()
             if watch.refused:
                 raise NetworkError(f"host {self._name}: the launcher at {self._launcher} {watch.refused}")
-            if watch.greeted and time.monotonic() - said > HELLO_S:
+            if watch.greeted and process_clock.now() - said > HELLO_S:
                 hello = describe(self._name, self._launcher, self._folder, self._wants)
                 self._send(socket, "hello", hello, versions=own_versions(), node=os.uname().nodename)
-                said = time.monotonic()
+                said = process_clock.now()
             if not socket.poll(int(LOOK_S * 1000)):
                 continue
             kind, message = self._received(socket)
             if isinstance(message, Welcome):
                 self._welcome = message
-                self._heard = self._pinged = time.monotonic()
+                self._heard = self._pinged = process_clock.now()
                 return True
             if isinstance(message, Refused):
                 raise ProtocolError(f"the launcher at {self._launcher} refused the host {self._name}: {message.reason}")
@@ -259,24 +258,23 @@ class HostAgent:
     def _served(self, socket: zmq.Socket[bytes]) -> str:
         """Do what the launcher asks. Returns "" when the run is over, else why the launcher is lost."""
         self._local.watch(socket.FD)
-        pauses = PauseDetector(LOOK_S)
         try:
             while True:
-                self._heard = pauses.excused(self._heard)
                 if (end := self._taken(socket)) is not None:
                     return end
-                self._start_waiting(socket)
-                self._report(socket, self._local.wait(LOOK_S))
-                self._ping(socket)
-                now = time.monotonic()
-                for name in [name for name, at in self._doomed.items() if at <= now]:
-                    del self._doomed[name]
-                    self._local.kill(name, "")
-                if (silent := now - self._heard) > min(self._welcome.silent_s, LONGEST_S):
+                # Now, since all that has arrived is read; what follows may take long.
+                if (silent := process_clock.now() - self._heard) > min(self._welcome.silent_s, LONGEST_S):
                     _log.warning(
                         "nothing heard of the launcher at %s for %.1f s; its workers end", self._launcher, silent
                     )
                     return f"nothing was heard of it for {silent:.1f} s"
+                self._start_waiting(socket)
+                self._report(socket, self._local.wait(LOOK_S))
+                self._ping(socket)
+                now = process_clock.now()
+                for name in [name for name, at in self._doomed.items() if at <= now]:
+                    del self._doomed[name]
+                    self._local.kill(name, "")
         except BaseException:
             self._report(socket, [])
             self._send(socket, "leave")
@@ -286,9 +284,9 @@ class HostAgent:
 
     def _ping(self, socket: zmq.Socket[bytes]) -> None:
         """Give a sign of life when one is due."""
-        if time.monotonic() - self._pinged >= min(self._welcome.ping_s, LONGEST_S):
+        if process_clock.now() - self._pinged >= min(self._welcome.ping_s, LONGEST_S):
             self._send(socket, "ping")
-            self._pinged = time.monotonic()
+            self._pinged = process_clock.now()
 
     def _taken(self, socket: zmq.Socket[bytes]) -> str | None:
         """Do what has arrived; return how serving ends, None if it goes on."""
@@ -298,7 +296,7 @@ class HostAgent:
             except ProtocolError as error:
                 _log.warning("message of the launcher dropped: %s", error)
                 continue
-            self._heard = time.monotonic()
+            self._heard = process_clock.now()
             self._ping(socket)  # many files may come, one after the other
             if kind == "over":
                 self._send(socket, "leave")  # the launcher waits for it
@@ -351,13 +349,13 @@ class HostAgent:
                 self._send(socket, "exited", Exited(never.name, -signal.SIGTERM, never.log, 0, b""))
                 return
             self._local.end(asked.name)
-            self._doomed[asked.name] = time.monotonic() + asked.grace_s
+            self._doomed[asked.name] = process_clock.now() + asked.grace_s
             return
         self._report(socket, self._local.wait(0.0))
         for name in self._logs:
             self._local.end(name)
-        deadline = time.monotonic() + min(asked.grace_s, LONGEST_S)
-        while self._logs and (left := deadline - time.monotonic()) > 0:
+        deadline = process_clock.now() + min(asked.grace_s, LONGEST_S)
+        while self._logs and (left := deadline - process_clock.now()) > 0:
             self._ping(socket)  # who says nothing for so long would be lost, and not be told that the run is over
             self._report(socket, self._local.wait(min(left, LOOK_S)))
             socket.getsockopt(zmq.EVENTS)  # else its descriptor stays readable, and nothing waits

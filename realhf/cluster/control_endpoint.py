@@ -11,19 +11,18 @@ import contextlib
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
+from realhf.base import process_clock
 from realhf.cluster.cluster_keys import KnownHosts
 from realhf.cluster.messages import CONTROL, OF_AGENT, HostHello, Message, Refused, Report, Welcome, packed, unpacked
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport import envelope
 from realhf.transport.errors import ProtocolError
-from realhf.transport.heartbeat import PauseDetector, excused
 from realhf.transport.network import Authenticator, listen_encrypted
 from realhf.transport.sockets import Listener, Waker, differences
 
@@ -124,7 +123,6 @@ class ControlEndpoint:
         self._events: queue.SimpleQueue[EndpointEvent] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._arrived = Waker()
-        self._pauses = PauseDetector(LOOK_S)
         self._closing = False
         self._parting: set[bytes] = set()
         self._parted = threading.Event()
@@ -184,9 +182,7 @@ class ControlEndpoint:
     # ---- the endpoint's own thread
 
     def _look(self) -> None:
-        if paused_s := self._pauses.look():
-            self._excuse(paused_s)
-        if not self._closing:
+        if not self._closing and self._listener.drained:
             self._look_for_silence()
 
     def _post(self, identity: bytes, frames: list[bytes]) -> None:
@@ -256,7 +252,7 @@ class ControlEndpoint:
         return next((name for name, host in self._hosts.items() if host.session == session), None)
 
     def _hello(self, identity: bytes, session: bytes, hello: HostHello) -> None:
-        now = time.monotonic()
+        now = process_clock.now()
         if hello.name == LAUNCHER:
             text = f"{LAUNCHER!r} is the launcher's own machine; name this host otherwise with --name"
             self._refuse(identity, session, text)
@@ -297,7 +293,7 @@ class ControlEndpoint:
                 return
             # ZeroMQ connects anew by itself. What was under way is lost then, and the way back is another one.
             broken = self._hosts[name].identity != identity
-            self._hosts[name].heard = time.monotonic()
+            self._hosts[name].heard = process_clock.now()
             if kind == "leave" or broken:
                 del self._hosts[name]
         if broken:
@@ -310,14 +306,8 @@ class ControlEndpoint:
         else:
             self._happened(FromHost(name, message))
 
-    def _excuse(self, paused_s: float) -> None:
-        """Count no silence for seconds in which the launcher did not listen."""
-        with self._lock:
-            for host in self._hosts.values():
-                host.heard = excused(host.heard, paused_s)
-
     def _look_for_silence(self) -> None:
-        now = time.monotonic()
+        now = process_clock.now()
         with self._lock:
             silent = {
                 name: now - host.heard for name, host in self._hosts.items() if now - host.heard > self._dead_after_s

@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from realhf.base import process_clock
 from realhf.cluster.messages import PIECE_BYTES, FilePiece, Kept, Message, StartWorker
 from realhf.cluster.own_host import fingerprint
 from realhf.cluster.placement import ClusterError
@@ -268,14 +268,14 @@ class TransferQueue:
 
     def has_kept(self, said: Kept) -> None:
         """Note what became of a part; the first that could not be kept says why."""
-        self._on_way, self._moved = max(0, self._on_way - 1), time.monotonic()
+        self._on_way, self._moved = max(0, self._on_way - 1), process_clock.now()
         self._there[said.path] = said.size
         if said.problem and not self._problem:
             self._problem = f"cannot keep {said.path}: {said.problem} (--folder of its agent)"
 
     def advance(self) -> list[tuple[str, str]]:
         """Send what may be sent now. Returns the workers that cannot be started, each with what its host cannot do."""
-        late = self._on_way > 0 and time.monotonic() - self._moved > KEPT_WITHIN_S
+        late = self._on_way > 0 and process_clock.now() - self._moved > KEPT_WITHIN_S
         if late:
             self._on_way, self._problem = 0, self._problem or f"has kept no part of a file for {KEPT_WITHIN_S:g} s"
         while self._queue and not self._problem and self._on_way < AHEAD:
@@ -286,7 +286,7 @@ class TransferQueue:
                 self._problem = f"cannot be given a file: {error}"
                 break
             if piece is not None:
-                self._moved = time.monotonic() if not self._on_way else self._moved
+                self._moved = process_clock.now() if not self._on_way else self._moved
                 self._on_way += 1
                 self.brought.add(piece.path)
                 self._send("file", piece)

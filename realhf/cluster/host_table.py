@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from realhf.base import process_clock
 from realhf.base.host_resources import usable_cores
 from realhf.cluster.file_transfer import TransferQueue
 from realhf.cluster.messages import HostHello, Probe, Probed
@@ -32,7 +33,7 @@ QUICK_S, QUICK_ENDS = 10.0, 2
 @dataclass
 class Backoff:
     """What has failed on a host since a worker last ran there for ``QUICK_S``: how many ends in a row, how often it was
-    let rest for them and until when (``time.monotonic``), and what the last one said."""
+    let rest for them and until when (``process_clock.now``), and what the last one said."""
 
     ends: int = 0
     rests: int = 0
@@ -42,7 +43,7 @@ class Backoff:
     @property
     def left_s(self) -> float:
         """Seconds until the host gets workers again; 0 when it does."""
-        return max(0.0, self.until - time.monotonic())
+        return max(0.0, self.until - process_clock.now())
 
 
 @dataclass
@@ -59,13 +60,13 @@ class Running:
 class Host:
     """A host that takes part. ``transfers``: what is on the way to it; ``shared``: whether it has the run folder, None
     before it was asked; ``there``: paths that look the same on it; ``leave_by``: when it is sent away at the latest
-    (``time.monotonic``), if it was told to leave; ``strange``: it has talked nonsense."""
+    (``process_clock.now``), if it was told to leave; ``strange``: it has talked nonsense."""
 
     hello: HostHello
     transfers: TransferQueue
     shared: bool | None = None
     there: set[str] = field(default_factory=set)
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=process_clock.now)
     leave_by: float = math.inf
     strange: bool = False
 
@@ -127,7 +128,7 @@ class HostTable:
         """Note that a worker has failed, ``sure`` because of its host; return what a person should know of it, "" when
         the host goes on getting workers."""
         host = worker.host
-        if not sure and time.monotonic() - worker.since >= QUICK_S:
+        if not sure and process_clock.now() - worker.since >= QUICK_S:
             self.troubles.pop(host, None)
             return ""
         trouble = self.troubles.setdefault(host, Backoff())
@@ -135,7 +136,7 @@ class HostTable:
         if not (sure or trouble.ends >= QUICK_ENDS) or trouble.left_s:
             return ""
         rest_s = min(LONGEST_REST_S, REST_S * 2**trouble.rests)
-        trouble.until, trouble.rests = time.monotonic() + rest_s, trouble.rests + 1
+        trouble.until, trouble.rests = process_clock.now() + rest_s, trouble.rests + 1
         return f"host {host} gets no workers for {rest_s:g} s: {trouble.why}"
 
     def rest_s(self, host: str) -> float:
@@ -163,7 +164,7 @@ class HostTable:
             yield f"{host}{text}"
             for name, worker in sorted(self.on(host).items()):
                 gpu = "" if worker.gpu is None else f"  GPU {worker.gpu}"
-                yield f"  {name}  {time.monotonic() - worker.since:.0f} s{gpu}"
+                yield f"  {name}  {process_clock.now() - worker.since:.0f} s{gpu}"
 
     def _rests(self, host: str) -> str:
         left_s = self.rest_s(host)

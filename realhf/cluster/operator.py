@@ -4,11 +4,11 @@ leaves."""
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import zmq
 
+from realhf.base import process_clock
 from realhf.cluster.cluster_keys import KnownHosts, LauncherKeys
 from realhf.cluster.control_endpoint import ControlEndpoint, FromOperator
 from realhf.cluster.host_table import HostTable
@@ -33,7 +33,7 @@ def asked(launcher: str, key_file: Path, kind: str, message: Message | None = No
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = dealer(context)
     watch = HandshakeWatch(socket)
-    session, began = os.urandom(16), time.monotonic()
+    session, began = os.urandom(16), process_clock.now()
     try:
         connect_encrypted(socket, launcher, key.server_public, key.own)
         socket.send_multipart(packed(kind, session, message or Nothing()))
@@ -41,9 +41,9 @@ def asked(launcher: str, key_file: Path, kind: str, message: Message | None = No
             watch.look()
             if watch.refused:
                 raise NetworkError(f"the launcher at {launcher} {watch.refused}")
-            if not watch.reached and time.monotonic() - began > REACHED_WITHIN_S:
+            if not watch.reached and process_clock.now() - began > REACHED_WITHIN_S:
                 raise NetworkError(f"the launcher at {launcher} {unreached()}")
-            if time.monotonic() - began > ANSWER_S:
+            if process_clock.now() - began > ANSWER_S:
                 raise ProtocolError(f"the launcher at {launcher} did not answer within {ANSWER_S:g} s")
         frame, *payload = socket.recv_multipart()
         found = unpacked(field(unpack_header(frame), "kind", str), payload, OF_LAUNCHER)
@@ -113,7 +113,7 @@ def _remove(
         table.take(host)
         lines = [f"{host} leaves, and the run begins again with new keys", *lines]
         return Report(lines), [BeginAgain(f"host {host} was removed, and the run gets new keys")]
-    table.hosts[host].leave_by = time.monotonic() + LEAVE_S
+    table.hosts[host].leave_by = process_clock.now() + LEAVE_S
     waiting = [table.workers.pop(name) for name in table.hosts[host].transfers.withdraw()]
     for name in table.on(host):
         control.send(host, "end", EndWorker(name, GRACE_S))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from realhf.base import process_clock
 from realhf.cluster import placement
 from realhf.cluster.cluster_keys import HostKeys, KnownHosts, make_keys
 from realhf.cluster.control_endpoint import (
@@ -194,11 +194,11 @@ class ClusterScheduler:
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """See ``Scheduler``."""
-        deadline = time.monotonic() + timeout_s
+        deadline = process_clock.now() + timeout_s
         while True:
             self._pump()
             self._start_late()
-            if self._backlog or (left := deadline - time.monotonic()) <= 0:
+            if self._backlog or (left := deadline - process_clock.now()) <= 0:
                 break
             self._wait_here(left)
         found, self._backlog = self._backlog, []
@@ -246,8 +246,8 @@ class ClusterScheduler:
                     control.send(name, "end", EndWorker("", grace_s))
             self._local.stop(grace_s)
             if control is not None:
-                deadline = time.monotonic() + grace_s + STOP_LATE_S
-                while set(self._table.hosts) - self._ended and time.monotonic() < deadline:
+                deadline = process_clock.now() + grace_s + STOP_LATE_S
+                while set(self._table.hosts) - self._ended and process_clock.now() < deadline:
                     self._local.wait(0.1)
                     self._pump()
         finally:
@@ -304,7 +304,7 @@ class ClusterScheduler:
         again = self._before is not None
         wanted = self._before if self._before is not None else set(options.hosts)
         limit_s = REJOIN_S if again else options.wait_s
-        deadline, told = time.monotonic() + limit_s, again
+        deadline, told = process_clock.now() + limit_s, again
         while True:
             self._pump()
             missing = wanted - set(self._table.hosts)
@@ -317,7 +317,7 @@ class ClusterScheduler:
             problem = self._starter.problem() if self._starter is not None else ""
             for name in sorted(missing & set(self._refused)):
                 problem = f"{name} is refused: {self._refused[name]}"
-            if problem or time.monotonic() > deadline:
+            if problem or process_clock.now() > deadline:
                 if again and not problem:
                     return
                 there = ", ".join(sorted(self._table.hosts)) or "none"
@@ -326,7 +326,7 @@ class ClusterScheduler:
                     + (f": {problem}" if problem else f" within {limit_s:g} s")
                     + f"; joined so far: {there} (scheduler.hosts, scheduler.min_hosts, scheduler.wait_s)"
                 )
-            self._wait_here(min(0.5, max(0.01, deadline - time.monotonic())))
+            self._wait_here(min(0.5, max(0.01, deadline - process_clock.now())))
 
     def _what_helps(self, control: ControlEndpoint, missing: set[str]) -> str:
         """Return in one line what a person can do for hosts to join."""
@@ -353,8 +353,8 @@ class ClusterScheduler:
                 self._probes += 1
                 asked[name] = self._probes, FolderProbe(run_dir, looks)
                 control.send(name, "probe", asked[name][1].question(self._probes))
-            deadline = time.monotonic() + PROBE_S
-            while time.monotonic() < deadline and any(
+            deadline = process_clock.now() + PROBE_S
+            while process_clock.now() < deadline and any(
                 (name, number) not in self._answers for name, (number, _) in asked.items() if name in self._table.hosts
             ):
                 self._pump()
@@ -375,7 +375,7 @@ class ClusterScheduler:
 
     def _start_here(self, spec: WorkerSpec) -> None:
         self._local.start(spec)
-        self._table.workers[spec.name] = Running(spec, LAUNCHER, time.monotonic(), spec.gpu)
+        self._table.workers[spec.name] = Running(spec, LAUNCHER, process_clock.now(), spec.gpu)
         self._note(LAUNCHER, spec.name)
 
     def _start_there(self, spec: WorkerSpec, name: str, gpu: int | None) -> None:
@@ -397,7 +397,7 @@ class ClusterScheduler:
         log = str(spec.log) if shared else brought.rewritten(str(spec.log))
         asked = StartWorker(spec.name, spec.module, argv, log, spec.events, spec.niceness, gpu)
         host.transfers.add(brought.pieces(), asked)
-        self._table.workers[spec.name] = Running(spec, name, time.monotonic(), gpu)
+        self._table.workers[spec.name] = Running(spec, name, process_clock.now(), gpu)
         self._advance(name, host)
         self._note(name, spec.name)
 
@@ -416,7 +416,7 @@ class ClusterScheduler:
             self._happened(event)
         for name, host in [*self._table.hosts.items()]:
             self._advance(name, host)
-            if host.leave_by < time.monotonic() and self._control is not None:
+            if host.leave_by < process_clock.now() and self._control is not None:
                 self._control.send_away(name)
                 self._gone(name, f"its host {name} was removed, and did not say how its workers ended")
 

@@ -15,6 +15,7 @@ from realhf.api.experiment import InterfaceType
 from realhf.api.graph import DataFlowGraph
 from realhf.api.parallel import Parallel
 from realhf.api.source import ResultSink, SampleResult
+from realhf.base import process_clock
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData, Sample
 from realhf.dataflow.model_function_call import WAITS, CallReport, ModelFunctionCall, StepReport, step_report
 from realhf.dataflow.step_source import StepLoader
@@ -87,7 +88,7 @@ class FunctionExecutor:
         self._gave_way: dict[int, list[tuple[int, SampleResult]]] = {}
         self._to_clear: list[str] = []
         self._peak_resident = 0
-        self._progress = time.monotonic()
+        self._progress = process_clock.now()
         self._loading: asyncio.Task[None] | None = None
         self._tasks: Mapping[str, asyncio.Task[list[CallReport]]] = {}
         self._settling = False
@@ -176,7 +177,7 @@ class FunctionExecutor:
         return [m.name for m in self.graph.mfcs if m.model_role == role and m.interface_type is not trains]
 
     def _note_progress(self) -> None:
-        self._progress = time.monotonic()
+        self._progress = process_clock.now()
         self._peak_resident = max(self._peak_resident, len(self.buffer))
 
     async def _all_or_cancel(self, tasks: Sequence[asyncio.Task[Any]], step: int) -> None:
@@ -198,11 +199,11 @@ class FunctionExecutor:
         warned_at = at_work = 0.0
         while True:
             await asyncio.sleep(min(self._stall_warn_s, self._stall_fail_s or self._stall_warn_s) / 4)
-            now = time.monotonic()
+            now = process_clock.now()
             at_work = now if self._at_work() else at_work
             idle = now - self._progress
             if idle >= self._stall_warn_s and self._progress > warned_at:
-                warned_at = time.monotonic()
+                warned_at = process_clock.now()
                 _log.warning(self.explain(step, idle))
             if self._stall_fail_s and now - max(self._progress, at_work) >= self._stall_fail_s:
                 raise StallError(self.explain(step, idle))

@@ -12,6 +12,7 @@ from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, Probe, ProbeRequest, U
 from realhf.api.config import GenConfig
 from realhf.api.generation import StreamingGenerator, WeightsManifest
 from realhf.api.model import Engine, GenOutput, GenRequest
+from realhf.base import process_clock
 from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, WeightTrial, WrongWeights, check_held, verdict
 from realhf.transport.weights import layout
 
@@ -64,7 +65,9 @@ class ServedGeneration:
         for index, request in enumerate(requests):
             submit(request, index)
         with changed:
-            complete = changed.wait_for(lambda: len(outcomes) == len(requests), self._timeout_s)
+            complete = process_clock.wait(
+                lambda left_s: changed.wait_for(lambda: len(outcomes) == len(requests), left_s), self._timeout_s
+            )
         if not complete:
             self._served.abort([request.slot for request in requests])
             raise TimeoutError(f"{self._name} did not sample {len(requests)} turns within {self._timeout_s:g} s")

@@ -18,6 +18,7 @@ from realhf.api.generation import HeldTensor, StreamingGenerator, WeightsManifes
 from realhf.api.keys import TORCH_NAMES
 from realhf.api.model import Engine, GenOutput, GenRequest
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.base import process_clock
 from realhf.base.tensor_digest import TensorDigester, joint_digest
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ class WeightProbe:
 
         config = GenConfig(max_new_tokens=NEW_TOKENS, temperature=1.0)
         self._engine.submit(GenRequest(SLOT, self._token_ids, seed=1), config, (), done)
-        if not over.wait(WAIT_S):
+        if not process_clock.wait(over.wait, WAIT_S):
             self._engine.abort([SLOT])
             raise TimeoutError(f"the engine did not answer the probe of its weights within {WAIT_S:g} s")
         if request.last or self._forgets:

@@ -24,6 +24,7 @@ from typing import Any
 
 from realhf.api.config import AsyncConfig, RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
+from realhf.base import process_clock
 from realhf.base.loopback import free_port, is_loopback_host
 from realhf.launch.allocation import WAYS
 from realhf.launch.interrupts import Interrupted, StopSignals, undisturbed
@@ -84,13 +85,13 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
     job.artifact.parent.mkdir(parents=True, exist_ok=True)
     argv = tuple(str(partial) if text == "{artifact}" else text for text in job.argv)
     worker = WorkerSpec(f"job/{job.name}", job.module, argv, log)
-    deadline = time.monotonic() + job.timeout_s
+    deadline = process_clock.now() + job.timeout_s
     display.show({"kind": "phase", "text": f"{job.name}: {job.artifact.name}"})
     try:
         scheduler.start(worker)
         exits: list[WorkerExit] = []
         while not exits:
-            if time.monotonic() > deadline:
+            if process_clock.now() > deadline:
                 raise LaunchError(f"{worker.name} did not finish within {job.timeout_s:g} s (log: {log})")
             exits = [event for event in scheduler.wait(1.0) if isinstance(event, WorkerExit)]
         if exits[0].exit_code != 0:
@@ -144,7 +145,7 @@ def run_workers(
 
 def _may_begin_again(failures: deque[float], options: AsyncConfig) -> bool:
     """Note a failure, and say whether those of the last ``recover_window_s`` are few enough to go on."""
-    failures.append(time.monotonic())
+    failures.append(process_clock.now())
     while failures[0] < failures[-1] - options.recover_window_s:
         failures.popleft()
     return len(failures) <= options.recover_retries
@@ -163,13 +164,13 @@ def _run_once(
         master = _master(plan, run_id, key_file)
         scheduler.start(master)
         supervisor.started(master)
-        while time.monotonic() < leave_by:
+        while process_clock.now() < leave_by:
             if signals.requested is not None and not stopping:
                 stopping = True
                 name = signal.Signals(signals.requested).name
                 display.show({"kind": "warning", "text": f"{name}: {STOPS}"})
                 scheduler.interrupt(MASTER)
-            asked = time.monotonic()
+            asked = process_clock.now()
             events = scheduler.wait(1.0)
             exits = [event for event in events if isinstance(event, WorkerExit)]
             for event in events:
@@ -196,15 +197,15 @@ def _run_once(
                     raise Interrupted(signals.requested, message["text"])
                 elif message["kind"] == "done":
                     signals.deferred = False
-                    summary, leave_by = message["summary"], time.monotonic() + LEAVE_TIMEOUT_S
+                    summary, leave_by = message["summary"], process_clock.now() + LEAVE_TIMEOUT_S
             # It may have been stopped itself, or busy with files of a host, while its workers went on.
-            punctual = time.monotonic() - asked < PUNCTUAL_S
+            punctual = process_clock.now() - asked < PUNCTUAL_S
             for sentence in supervisor.condemned() if punctual else ():
                 scheduler.kill(sentence.name, sentence.cause, pid=sentence.pid, started=sentence.started)
             if exits:
                 ended += exits
-                judge_at = time.monotonic() + (MASTER_GRACE_S if all(map(_may_be_the_master, ended)) else 0.0)
-            if ended and summary is None and time.monotonic() >= judge_at:
+                judge_at = process_clock.now() + (MASTER_GRACE_S if all(map(_may_be_the_master, ended)) else 0.0)
+            if ended and summary is None and process_clock.now() >= judge_at:
                 _replace(sorted(ended, key=_blame), scheduler, display, supervisor, plan.spec.run_dir)
                 ended.clear()
             if plan.spec.rollout is not None and summary is None:
@@ -409,9 +410,9 @@ class Supervisor:
 
     def started(self, spec: WorkerSpec) -> None:
         """A worker is running."""
-        self._specs[spec.name] = (spec, time.monotonic())
+        self._specs[spec.name] = (spec, process_clock.now())
         self._running.add(spec.name)
-        self._joining[spec.name] = time.monotonic() + self._join_s
+        self._joining[spec.name] = process_clock.now() + self._join_s
 
     def begins(self, name: str) -> None:
         """A worker whose start was put off is being started now, and has its time to join from now on."""
@@ -430,14 +431,14 @@ class Supervisor:
             if message["left"]:
                 wait_s, cause = LEAVE_S, f"killed: it had left the run {LEAVE_S:g} s before and did not end"
             sentence = Sentence(message["name"], cause, message["pid"], message["started"])
-            self._doomed[sentence.name] = time.monotonic() + wait_s, sentence
+            self._doomed[sentence.name] = process_clock.now() + wait_s, sentence
         else:
             return False
         return True
 
     def condemned(self) -> list[Sentence]:
         """Return whom to kill now, each once."""
-        now = time.monotonic()
+        now = process_clock.now()
         late = [name for name, until in self._joining.items() if until <= now]
         due = [name for name, (at, _) in self._doomed.items() if at <= now]
         for name in late:
@@ -461,7 +462,7 @@ class Supervisor:
             return None
         spec, since = self._specs[exit_.name]
         self._errors[exit_.name] += exit_.exit_code > 0
-        quick = time.monotonic() - since < QUICK_S
+        quick = process_clock.now() - since < QUICK_S
         self._quick[exit_.name] = self._quick[exit_.name] + 1 if quick else 0
         if self._errors[exit_.name] > MAX_ERRORS or self._quick[exit_.name] > MAX_QUICK_DEATHS:
             return None

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from realhf.base import process_clock
 from realhf.base.text import printable
 from realhf.monitor.metrics import success_by_group
 from realhf.monitor.summary import STEP_TIME, flatten_rollouts, rollout_labels, rollout_metrics, time_split
@@ -55,7 +56,7 @@ class Display:
             self._show_step(event)
         elif event["kind"] == "evaluation":
             self.say(evaluation_line(event))
-        elif event["kind"] in _BETWEEN and time.monotonic() - self._last_line >= _BETWEEN_LINE_S:
+        elif event["kind"] in _BETWEEN and process_clock.now() - self._last_line >= _BETWEEN_LINE_S:
             self.say(_BETWEEN[event["kind"]](event))
 
     def _show_step(self, event: Mapping[str, Any]) -> None:
@@ -66,7 +67,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print ``text`` behind the seconds since the start."""
-        self._last_line = time.monotonic()
+        self._last_line = process_clock.now()
         stamp = f"{self._last_line - self._began:7.1f} s  "
         shown = printable(text, colours=False)  # it may hold what a program of the policy wrote into a log
         self._console.print(Text(stamp, style="dim").append(shown), soft_wrap=True)

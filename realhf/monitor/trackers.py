@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from realhf.base import process_clock
 from realhf.base.files import kept_aside, write_whole
 from realhf.base.installation import install_command
 from realhf.monitor.provenance import read_config
@@ -478,9 +479,9 @@ class TrackerStream:
         for lane in self._lanes:
             lane.put(None if lane.problem else lambda tracker: tracker.close(failed))
             lane.put(None)
-        end = time.monotonic() + CLOSE_S
+        end = process_clock.now() + CLOSE_S
         for lane in self._lanes:
-            lane.join(max(0.0, end - time.monotonic()))
+            lane.join(max(0.0, end - process_clock.now()))
         self.poll()
         self._lanes.clear()
 

@@ -9,7 +9,6 @@ demonstration would teach a wrong habit.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from realhf.api.environment import (
 )
 from realhf.api.generation import TokenSource
 from realhf.api.tool_parser import HERMES
+from realhf.base import event_loops
 from realhf.env.loader.load import build_environment
 from realhf.rollout.episode import EpisodeRequest, play_episode
 from realhf.rollout.player import NO_TOKENS, Player
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if spec.demonstrate is None:
             raise ValueError(f"the environment {spec.name} has no scripted solver")
         request = DemonstrationRequest(**{"episodes_per_task": 20, "seed": 0, **args.request})
-        rows = asyncio.run(played(spec, [*spec.demonstrate(request)]))
+        rows = event_loops.run(played(spec, [*spec.demonstrate(request)]))
     except (ValueError, TypeError, RuntimeError) as error:
         print(f"demonstrations: {error}", file=sys.stderr)
         return 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from msgspec.structs import asdict
 from realhf.api.calls import FREE, GENERATE, FreeRequest, GenerateAnswer, GenerateRequest
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
+from realhf.base import process_clock
 from realhf.transport.envelope import pack_payload
 from realhf.transport.errors import PeerLost, RpcTimeout
 from realhf.transport.network import LOOPBACK, Network
@@ -68,7 +68,7 @@ class GenerationClient:
     async def generate(self, request: GenRequest, among: Collection[str] | None = None) -> GenOutput:
         """Return the rest of a turn, from one of the generation workers with the names ``among``, where they are given.
         Raises GenerationFailed."""
-        deadline, failures = time.monotonic() + self._timeout_s, 0
+        deadline, failures = process_clock.now() + self._timeout_s, 0
         lost: set[str] = set()
         asked = GenerateRequest(**{**vars(request), "token_ids": list(request.token_ids)})
         while True:
@@ -76,7 +76,7 @@ class GenerationClient:
             worker = self._workers[endpoint]
             worker.tokens += len(request.token_ids)
             try:
-                left = max(0.0, deadline - time.monotonic())
+                left = max(0.0, deadline - process_clock.now())
                 answer = await worker.client.ask(GENERATE, asked, timeout_s=left)
                 return GenOutput(**asdict(answer))
             except PeerLost as error:
@@ -131,7 +131,7 @@ class GenerationClient:
             if among is not None and not set(among) & set(self._registered.values()):
                 raise GenerationFailed(f"no generation worker that keeps these weights is left of {', '.join(among)}")
             try:
-                async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(deadline - process_clock.now()):
                     await self._changed.wait()
             except TimeoutError:
                 raise GenerationFailed(f"no generation worker was there for {self._timeout_s:g} s") from None

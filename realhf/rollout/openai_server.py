@@ -221,6 +221,7 @@ class OpenAiServer:
             uvicorn.Config(
                 build_app(sessions),
                 http=guarded_http("h11"),
+                loop="none",  # it runs on that of its caller
                 ws="none",
                 lifespan="off",
                 log_level="warning",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from realhf.api.experiment import RolloutOptions
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.messages import message_problems
 from realhf.api.model import GenOutput, GenRequest
+from realhf.base import process_clock
 from realhf.env.loader.validation import whole_text
 from realhf.rollout.episode import EpisodeRequest, ForgetfulSpeaker, Limits, PolicySpeaker, play_episode
 
@@ -220,13 +220,13 @@ class SlotEnvironment:
 
     async def _patiently(self) -> Opening:
         """Reset a new instance; a service that is away or full is waited for until the patience is over."""
-        deadline, pause_s = time.monotonic() + self._patience_s, _FIRST_PAUSE_S
+        deadline, pause_s = process_clock.now() + self._patience_s, _FIRST_PAUSE_S
         while True:
             try:
                 return await self._send_reset()
             except EnvironmentFailure as error:
                 await self.close()
-                if error.kind not in ("lost", "capacity") or time.monotonic() + pause_s > deadline:
+                if error.kind not in ("lost", "capacity") or process_clock.now() + pause_s > deadline:
                     raise
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

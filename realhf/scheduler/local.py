@@ -21,6 +21,7 @@ from typing import IO
 
 import psutil
 
+from realhf.base import process_clock
 from realhf.base.host_resources import MOUNT, counters, groups, memory_limit
 from realhf.base.process import start_time
 from realhf.env.containment.fork_server import ForkServer
@@ -50,18 +51,18 @@ class MemoryKills:
 
     def look(self, *, now: bool = False) -> None:
         """Note whether there was a kill; once in ``LOOK_S`` unless ``now``."""
-        if now or time.monotonic() >= self._next:
-            self._next = time.monotonic() + LOOK_S
+        if now or process_clock.now() >= self._next:
+            self._next = process_clock.now() + LOOK_S
             count = self._read()
             if count > self._count:
-                self._rose_at = time.monotonic()
+                self._rose_at = process_clock.now()
             self._count = count
 
     def cause(self, peak_bytes: int) -> str:
         """Return the cause of a SIGKILL that nobody here has sent, "" where it is not the kernel's. ``peak_bytes`` is
         what the process had at most."""
         self.look(now=True)
-        if time.monotonic() - self._rose_at > LATELY_S:
+        if process_clock.now() - self._rose_at > LATELY_S:
             return ""
         limit = memory_limit(self._mount, self._own)
         whole = psutil.virtual_memory().total
@@ -140,7 +141,7 @@ class PreparedWorkers:
         arguments = [str(os.getpid()), *self._modules]
         self._server = ForkServer("realhf.scheduler.prepared_server", None, None, arguments, options=())
         self._server.start()
-        self._until = time.monotonic() + PREPARED_WITHIN_S
+        self._until = process_clock.now() + PREPARED_WITHIN_S
 
     def importing(self) -> bool:
         """Return whether workers should be started a little later. Does not wait; gives up after
@@ -151,7 +152,7 @@ class PreparedWorkers:
             self._server.wait_ready(0.0)
             self._ready = True
         except TimeoutError:
-            if time.monotonic() <= self._until:
+            if process_clock.now() <= self._until:
                 return True
             self.end()
         except (OSError, RuntimeError, ValueError):
@@ -284,10 +285,9 @@ class LocalScheduler:
             child.relatives |= _descendants(child.process.pid)
             with contextlib.suppress(ProcessLookupError):
                 child.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + grace_s
+        deadline = process_clock.now() + grace_s
         for child in alive:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, deadline - time.monotonic()))
+            _has_ended(child, deadline - process_clock.now())
         self._kill_leftovers()
         for child in self._children.values():
             self._forget(child)
@@ -359,8 +359,7 @@ class LocalScheduler:
             doomed |= _descendants(os.getpid()) - self._strangers - theirs
         _kill(doomed)
         for child in self._children.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(_KILL_DEADLINE_S)
+            _has_ended(child, _KILL_DEADLINE_S)
         psutil.wait_procs(doomed, timeout=_KILL_DEADLINE_S)
 
     def _read_lines(self, child: _Child) -> list[WorkerEvent]:
@@ -436,6 +435,19 @@ def _descendants(pid: int) -> set[psutil.Process]:
         return set(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return set()
+
+
+def _has_ended(child: _Child, within_s: float) -> bool:
+    """Return whether a worker has ended, or does within so many seconds."""
+
+    def ends(left_s: float) -> bool:
+        try:
+            child.process.wait(left_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    return process_clock.wait(ends, within_s)
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import uvicorn
 
+from realhf.base.event_loops import ClockedLoop
 from realhf.base.http_guard import HandshakeLoop, guarded_http, use_all_descriptors
 from realhf.base.installation import needs
 from realhf.base.tls import in_the_clear, server_files
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         needs("tinker", "tinker")
         needs("lora", "peft")
         use_all_descriptors()
-        with asyncio.Runner(loop_factory=HandshakeLoop if options.tls_cert else None) as runner:
+        with asyncio.Runner(loop_factory=HandshakeLoop if options.tls_cert else ClockedLoop) as runner:
             return runner.run(serve(options))
     except (OptionError, ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         print(f"train-api: {error}", file=sys.stderr)

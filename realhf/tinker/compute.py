@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from realhf.backends.embedded.memory import Heap, cache_bytes, shortage
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.backends.training.torch_backend import load_causal_lm
+from realhf.base import process_clock
 from realhf.base.files import sync, whole_folder
 from realhf.base.hf_config import context_limit
 from realhf.base.host_resources import memory_left
@@ -133,10 +133,10 @@ class Computer:
                 rested = False
             for job, body in arrived:
                 self._sort(job, body)
-            if self._turns and not (self._sampler.busy and time.monotonic() < sample_until):
-                began = time.monotonic()
+            if self._turns and not (self._sampler.busy and process_clock.now() < sample_until):
+                began = process_clock.now()
                 self._train(self._turns.popleft())
-                sample_until = 2 * time.monotonic() - began
+                sample_until = 2 * process_clock.now() - began
             if self._sampler.busy:
                 with self._threads.computing():
                     self._sampler.step()

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from realhf.base import process_clock
 from realhf.tinker.channel import (
     Began,
     Cancel,
@@ -174,7 +175,7 @@ class Service:
 
     def _begin_anew(self, code: int) -> None:
         """Start anew when the process that computes has died, and do again what it had not answered."""
-        now = time.monotonic()
+        now = process_clock.now()
         self._deaths.append(now)
         while self._deaths[0] < now - DEATHS_WITHIN_S:
             self._deaths.popleft()
@@ -494,7 +495,7 @@ class Service:
 
     def _keep(self, model: str, seq: int) -> str:
         """Return a folder for the state behind this request, where it is time to keep one, and there is room."""
-        now = time.monotonic()
+        now = process_clock.now()
         if now - self._kept_at.get(model, -1e9) < self.options.state_every_s:
             return ""
         try:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from realhf.base import process_clock
 from realhf.transport.codec import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
 from realhf.transport.errors import DataError, FetchTimeout, PeerLost, ProtocolError
 from realhf.transport.network import Network
@@ -41,7 +42,7 @@ IDLE_S = 120.0
 class _Transfer:
     frames: Sequence[memoryview]
     ids: frozenset[str]
-    used: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=process_clock.now)
 
 
 class Outgoing:
@@ -56,7 +57,7 @@ class Outgoing:
 
     def open(self, frames: Sequence[bytes | memoryview], ids: Sequence[str]) -> bytes:
         """Keep an answer about these samples; return its number."""
-        now = time.monotonic()
+        now = process_clock.now()
         for number in [number for number, held in self._transfers.items() if now - held.used > IDLE_S]:
             del self._transfers[number]
         while len(self._transfers) >= MOST_TRANSFERS:
@@ -72,7 +73,7 @@ class Outgoing:
         held = self._transfers.get(number)
         if held is None:
             return None
-        held.used = time.monotonic()
+        held.used = process_clock.now()
         if not 0 <= frame < len(held.frames) or start < 0 or not 0 < length <= PIECE_BYTES:
             raise ProtocolError(f"piece {frame}:{start}:{length} of {len(held.frames)} frames")
         view = held.frames[frame]
@@ -215,7 +216,7 @@ def send(connection: Connection, view: memoryview) -> None:
 
 
 def receive(connection: Connection, view: memoryview, deadline: float = math.inf) -> None:
-    """Fill a view. Raises OSError, TimeoutError among them when something came and ``deadline`` (time.monotonic) is
+    """Fill a view. Raises OSError, TimeoutError among them when something came and ``deadline`` (process_clock.now) is
     over, and ConnectionError when the other end has closed."""
     start, size = 0, view.nbytes
     while start < size:
@@ -223,7 +224,7 @@ def receive(connection: Connection, view: memoryview, deadline: float = math.inf
         if count == 0:
             raise ConnectionError("closed the connection")
         start += count
-        if start < size and time.monotonic() >= deadline:
+        if start < size and process_clock.now() >= deadline:
             raise TimeoutError
 
 
@@ -376,7 +377,7 @@ class BulkConnection:
 
     def fetch(self, transfer: bytes, piece: Piece, into: memoryview, deadline: float) -> None:
         """Fill ``into`` with a piece. Raises PeerLost for a connection that broke or could not be made, FetchTimeout
-        after ``deadline`` (time.monotonic), DataError for what the peer says instead."""
+        after ``deadline`` (process_clock.now), DataError for what the peer says instead."""
         message = ""
         try:
             connection = self._connected(deadline)
@@ -391,7 +392,7 @@ class BulkConnection:
                 return
         except OSError as error:
             self.close()
-            if time.monotonic() >= deadline:
+            if process_clock.now() >= deadline:
                 raise FetchTimeout(f"{self._name} did not send all of a transfer before the deadline") from None
             raise PeerLost(f"{self._name} {_reason(error)}") from None
         self.close()
@@ -421,7 +422,7 @@ class BulkConnection:
 
 
 def _time_left(deadline: float, at_most: float) -> float:
-    left = deadline - time.monotonic()
+    left = deadline - process_clock.now()
     if left <= 0:
         raise TimeoutError
     return min(left, at_most)

@@ -12,13 +12,13 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import zmq
 
 from realhf.api.sample import SequenceSample
+from realhf.base import process_clock
 from realhf.base.process import host_token
 from realhf.transport import envelope
 from realhf.transport.bulk import LANES, NUMBER_BYTES, BulkConnection, BulkServer, Outgoing, Piece, fetch_pieces
@@ -63,7 +63,7 @@ class PeerConnection:
     def exchange(self, request_id: bytes, message: list[bytes], deadline: float) -> list[Any]:
         """Send a message and wait for the answer: header frame and payload frames, as buffers. Raises PeerLost or
         FetchTimeout."""
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not process_clock.wait(lambda left_s: self._lock.acquire(timeout=left_s), deadline - process_clock.now()):
             raise FetchTimeout(f"{self._endpoint} was busy with another fetch until the deadline")
         try:
             if self.broken:
@@ -80,11 +80,11 @@ class PeerConnection:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._watch.monitor, zmq.POLLIN)
-        started = time.monotonic()
+        started = process_clock.now()
         connect_by = min(deadline, started + CONNECT_TIMEOUT_S)
         while True:
             limit = deadline if self._watch.greeted else connect_by
-            ready = dict(poller.poll(int(max(0.0, limit - time.monotonic()) * 1000)))
+            ready = dict(poller.poll(int(max(0.0, limit - process_clock.now()) * 1000)))
             if self._socket in ready:
                 frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
                 if field(unpack_header(frames[0]), "id", bytes) == request_id:
@@ -93,10 +93,12 @@ class PeerConnection:
                 self._watch.look()
                 if self._watch.ended or self._watch.why:
                     raise PeerLost(f"{self._endpoint} {self._watch.why or 'refused or closed the connection'}")
-            elif not self._watch.greeted and time.monotonic() < deadline:
+            elif process_clock.now() < limit:
+                continue  # the poll had counted a pause of this process
+            elif not self._watch.greeted and process_clock.now() < deadline:
                 raise PeerLost(f"{self._endpoint} did not accept a connection within {CONNECT_TIMEOUT_S:g} s")
-            elif time.monotonic() >= limit:
-                waited = time.monotonic() - started
+            else:
+                waited = process_clock.now() - started
                 raise FetchTimeout(f"{self._endpoint} did not answer a fetch within {waited:.1f} s")
 
     def close(self) -> None:
@@ -184,7 +186,7 @@ class DataPlane:
         """
         if endpoint == self.endpoint:
             return self._store.get(ids, keys)
-        deadline = time.monotonic() + timeout_s
+        deadline = process_clock.now() + timeout_s
         frames = self._request(endpoint, ids, keys, self._host, deadline)
         if frames is None:
             frames = self._request(endpoint, ids, keys, "", deadline)

@@ -1,8 +1,8 @@
-"""Exchanges signs of life between master and workers, and notices when this process itself was paused.
+"""Exchanges signs of life between master and workers.
 
 Workers ping, the master answers; a busy event loop or a long computation delays neither. On one host both sides also
 hold a process descriptor of the other, so the end of a process is noticed at once; elsewhere silence counts as death
-after a limit.
+after a limit. Seconds in which the listening process itself stood still are no silence (``process_clock``).
 """
 
 from __future__ import annotations
@@ -11,51 +11,19 @@ import logging
 import os
 import select
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
+from realhf.base import process_clock
 from realhf.base.host_resources import HostLoad
 from realhf.base.process import host_token, open_process
 from realhf.transport.envelope import field, pack_header
 from realhf.transport.errors import MasterLost
 from realhf.transport.network import Network
 from realhf.transport.sockets import Listener, Waker, dealer
-
-LATE_S = 0.5
-"""Less than this is how long a busy machine keeps anybody waiting, and no pause."""
-
-
-class PauseDetector:
-    """Detects pauses of its caller, who waits at most ``every_s`` between two looks.
-
-    A machine that stands still for some seconds comes too late to its looks. Its peers may have stood still with it, or
-    have spoken meanwhile and were not read, so the time counts for nobody.
-    """
-
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        self._looked = time.monotonic()
-
-    def look(self) -> float:
-        """Return for how many seconds the caller stood still since the last look; 0.0 when it came about in time."""
-        now = time.monotonic()
-        late, self._looked = now - self._looked - self._every_s, now
-        return late if late > LATE_S else 0.0
-
-    def excused(self, heard: float) -> float:
-        """Look, and return when somebody counts as heard who was heard then."""
-        return excused(heard, self.look())
-
-
-def excused(heard: float, paused_s: float) -> float:
-    """Return when somebody counts as heard who was heard then, after a pause: never later than now. Whoever was read at
-    the end of a long look would have its time twice."""
-    return min(time.monotonic(), heard + paused_s)
-
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +71,6 @@ class HeartbeatServer:
         self._sessions: dict[int, bytes] = {}
         self._look_at = 0.0
         self._lock = threading.Lock()
-        self._pauses = PauseDetector(interval_s / 2)
         self._listener.also = (self._processes.fileno(),)
         self._listener.start()
 
@@ -111,7 +78,7 @@ class HeartbeatServer:
         """Begin to watch a worker. Raises ProcessLookupError when it is gone already."""
         process = open_process(pid, started) if host and host == host_token() and started else None
         with self._lock:
-            self._watched[session] = _Watched(name, time.monotonic(), process)
+            self._watched[session] = _Watched(name, process_clock.now(), process)
             if process is not None:
                 self._sessions[process] = session
                 self._processes.register(process, select.EPOLLIN)
@@ -131,7 +98,7 @@ class HeartbeatServer:
             watched = self._watched.get(session)
             if watched is None:
                 return "it is not connected"
-            return f"{time.monotonic() - watched.seen:.1f} s ago it was {watched.state}"
+            return f"{process_clock.now() - watched.seen:.1f} s ago it was {watched.state}"
 
     def load(self, session: bytes) -> HostLoad | None:
         """Return the load of the worker's host as its last sign of life had it; None where it says none, as on this
@@ -148,11 +115,8 @@ class HeartbeatServer:
         self._processes.close()
 
     def _look(self) -> None:
-        # Silence counts up to this moment: a pause that begins below is known at the next look.
-        now = time.monotonic()
-        if paused_s := self._pauses.look():
-            self._excuse(paused_s)
-        self._check_silence(now)
+        if self._listener.drained:
+            self._check_silence(process_clock.now())
         self._report_ended()
 
     def _report_ended(self) -> None:
@@ -170,16 +134,9 @@ class HeartbeatServer:
             watched = self._watched.get(session)
             if watched is None or header.get("run") != self._run_id:
                 return
-            watched.seen, watched.state, watched.suspected = time.monotonic(), state, False
+            watched.seen, watched.state, watched.suspected = process_clock.now(), state, False
             watched.load = HostLoad.from_list(header.get("load"))
         self._listener.send(identity, pack_header("pong", self._run_id, session))
-
-    def _excuse(self, paused_s: float) -> None:
-        """Count no silence for seconds in which this process did not listen."""
-        _log.warning("the heartbeats of workers were not read for %.1f s: this process stood still", paused_s)
-        with self._lock:
-            for watched in self._watched.values():
-                watched.seen = excused(watched.seen, paused_s)
 
     def _check_silence(self, now: float) -> None:
         if now < self._look_at:
@@ -258,24 +215,22 @@ class HeartbeatClient:
         for source in (socket, self._waker.fileno(), self._process):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
-        heard = time.monotonic()
+        heard = process_clock.now()
         next_ping = heard
-        pauses = PauseDetector(self._interval_s)
         while not self._stopping:
-            now = time.monotonic()
+            now = process_clock.now()
             if now >= next_ping:
                 next_ping = now + self._interval_s
                 load = {"load": HostLoad.read().to_list()} if self._elsewhere else {}
                 ping = pack_header("ping", self._run_id, self._session, state=self._state(), **load)
                 if socket.poll(0, zmq.POLLOUT):
                     socket.send(ping, zmq.NOBLOCK)
-            ready = dict(poller.poll(int(max(0.0, next_ping - time.monotonic()) * 1000) + 1))
-            heard = pauses.excused(heard)
+            ready = dict(poller.poll(int(max(0.0, next_ping - process_clock.now()) * 1000) + 1))
             if socket in ready:
-                heard = time.monotonic()
+                heard = process_clock.now()
                 while socket.poll(0):
                     socket.recv_multipart()
             if self._process in ready:
                 return self._on_lost("its process ended")
-            if time.monotonic() - heard > self._lost_after_s:
+            if process_clock.now() - heard > self._lost_after_s:
                 return self._on_lost(f"no answer for {self._lost_after_s:.1f} s")

@@ -8,11 +8,11 @@ calls no others, and nobody calls it but the master.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from realhf.base import process_clock
 from realhf.transport.envelope import pack_payload
 from realhf.transport.errors import ProtocolError
 
@@ -89,7 +89,7 @@ class RosterNews:
         if info.name not in self._roster:
             self._told.pop(info.name, None)
         if self._timer is None:
-            wait_s = max(0.0, self._tell_after - time.monotonic())
+            wait_s = max(0.0, self._tell_after - process_clock.now())
             self._timer = asyncio.get_running_loop().call_later(wait_s, self._tell_all)
 
     def tell(self, name: str) -> None:
@@ -110,10 +110,10 @@ class RosterNews:
             self._timer.cancel()
 
     def _tell_all(self) -> None:
-        self._timer, began = None, time.monotonic()
+        self._timer, began = None, process_clock.now()
         for name in self._roster:
             self.tell(name)
-        now = time.monotonic()
+        now = process_clock.now()
         self._tell_after = now + (now - began) / SHARE
 
     def _pack(self, version: int, everybody: bool) -> bytes | None:

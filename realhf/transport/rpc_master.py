@@ -14,13 +14,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
+from realhf.base import process_clock
 from realhf.base.host_resources import HostLoad
 from realhf.base.process import host_token, start_time
 from realhf.transport import envelope
@@ -217,13 +217,13 @@ class RpcMaster:
         """Wait until all these workers have registered. Raises RpcTimeout naming the missing ones, or WorkerDied when
         one died meanwhile."""
         wanted = list(names)
-        deadline = time.monotonic() + timeout_s
+        deadline = process_clock.now() + timeout_s
         while missing := [name for name in wanted if name not in self.roster]:
             for name in missing:
                 if name in self._dead:
                     raise WorkerDied(name, self._dead[name])
             self._joined.clear()
-            left = deadline - time.monotonic()
+            left = deadline - process_clock.now()
             try:
                 await asyncio.wait_for(self._joined.wait(), max(left, 0))
             except TimeoutError:
@@ -257,13 +257,13 @@ class RpcMaster:
         if self._closing or not self.endpoint:
             return
         self._closing = True
-        deadline = time.monotonic() + BYE_TIMEOUT_S
+        deadline = process_clock.now() + BYE_TIMEOUT_S
         for peer in list(self._peers.values()):
             self._say(peer.control, peer.session, "bye")
-        while self._peers and time.monotonic() < deadline:
+        while self._peers and process_clock.now() < deadline:
             self._left.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._left.wait(), deadline - time.monotonic())
+                await asyncio.wait_for(self._left.wait(), deadline - process_clock.now())
         for name in list(self._peers):
             self._remove(name, "the master is closing")
         self.news.close()

@@ -20,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from realhf.base import process_clock
 from realhf.base.process import host_token, start_time
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header, unpack_payload
@@ -288,8 +289,8 @@ class RpcWorker:
     def _leave(self, socket: zmq.Socket[bytes]) -> None:
         """Say bye and wait briefly for the answer, so that the master does not take the end for a death."""
         socket.send(pack_header("bye", self._run_id, self._session))
-        deadline = time.monotonic() + BYE_TIMEOUT_S
-        while socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+        deadline = process_clock.now() + BYE_TIMEOUT_S
+        while process_clock.wait(lambda left_s: socket.poll(int(left_s * 1000)), deadline - process_clock.now()):
             header = self._accept(socket.recv_multipart())
             if header is not None and header["kind"] == "bye":
                 return

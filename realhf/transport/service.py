@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 
 import zmq
 
+from realhf.base import event_loops
 from realhf.base.messages import Call, Message
 from realhf.transport import envelope
 from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import PeerLost, ProtocolError, RpcTimeout, TransportError
 from realhf.transport.network import LOOPBACK, Network
-from realhf.transport.sockets import Frame, Listener, LoopDealer, LoopListener, new_event_loop
+from realhf.transport.sockets import Frame, Listener, LoopDealer, LoopListener
 
 
 class Request:
@@ -214,7 +215,7 @@ class BlockingServiceClient:
         self._peer = peer
         self._lock = threading.Lock()
         self._closed = False
-        self._loop = new_event_loop()
+        self._loop = event_loops.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {peer}", daemon=True)
         self._thread.start()
         self._client = self._on_loop(self._make(endpoint, peer, client, run_id, network), _GRACE_S)
@@ -258,7 +259,7 @@ class BlockingServiceClient:
                 raise PeerLost(f"the client of {self._peer} is closed")
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return future.result(timeout_s)
+            return event_loops.result(future, timeout_s)
         except RpcTimeout:
             raise
         except FutureTimeout:

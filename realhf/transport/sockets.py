@@ -15,7 +15,6 @@ import os
 import resource
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 import realhf
+from realhf.base import process_clock
 from realhf.transport.envelope import HIGH_WATER_MARK, MAX_PAYLOAD_BYTES, PROTOCOL, unpack_header
 from realhf.transport.errors import NetworkError, OtherProtocol, ProtocolError, RpcTimeout
 from realhf.transport.network import Network
@@ -295,8 +295,9 @@ class Listener(_Router):
 
     ``after()`` is called on the thread once what has arrived is taken, at least every ``every_s`` seconds where that is
     given, when a descriptor of ``also`` (set before ``start``) is readable, and at the end. What it or ``take`` raises
-    ends the listener and stays in ``failure``. Frames are buffers, not copied, unless ``copy``. Where they are
-    ``keyed``, which needs ``copy=False``, ``sender_key`` is the key (Z85) of who sent the message that is being taken.
+    ends the listener and stays in ``failure``. ``drained``: nothing that arrived before ``after`` waits to be taken.
+    Frames are buffers, not copied, unless ``copy``. Where they are ``keyed``, which needs ``copy=False``,
+    ``sender_key`` is the key (Z85) of who sent the message that is being taken.
     """
 
     def __init__(
@@ -321,6 +322,7 @@ class Listener(_Router):
         self._waker = Waker()
         self._unsent = 0
         self.sender_key = ""
+        self.drained = True
         self.closing = False
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -382,19 +384,19 @@ class Listener(_Router):
             ready = dict(poller.poll(self._every_ms))
             if self._waker.fileno() in ready:
                 self._waker.clear()
-            if self._socket in ready:
-                self._receive()
+            self.drained = self._socket not in ready or self._receive()
             self._after()
             self.flush()
         self._after()
         self.flush()
 
-    def _receive(self) -> None:
+    def _receive(self) -> bool:
+        """Take what has arrived, and return whether that was all."""
         for _ in range(AT_ONCE):
             try:
                 frames: list[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
             except zmq.Again:
-                return
+                return True
             if len(frames) < 2:
                 self.drop("it has no header")
             elif self._copy:
@@ -403,6 +405,7 @@ class Listener(_Router):
                 if self._keyed:
                     self.sender_key = str(frames[0].get("User-Id"))
                 self._read(frames[0].bytes, frames[1].buffer, [frame.buffer for frame in frames[2:]])
+        return False
 
     def _post(self, identity: bytes, frames: Sequence[Frame]) -> None:
         try:
@@ -553,17 +556,17 @@ def _arrives(
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     if watch is None:
-        return bool(poller.poll(int(timeout_s * 1000)))
+        return bool(process_clock.wait(lambda left_s: poller.poll(int(left_s * 1000)), timeout_s))
     poller.register(watch.monitor, zmq.POLLIN)
-    began = time.monotonic()
-    while (waited := time.monotonic() - began) < timeout_s:
+    began = process_clock.now()
+    while (waited := process_clock.now() - began) < timeout_s:
         limit_s = timeout_s if watch.reached else min(timeout_s, REACHED_WITHIN_S)
         if socket in dict(poller.poll(max(1, int(1000 * (limit_s - waited))))):
             return True
         watch.look()
         if watch.refused:
             raise NetworkError(f"worker {name!r}: the master at {endpoint} {watch.refused}")
-        if not watch.reached and time.monotonic() - began >= REACHED_WITHIN_S:
+        if not watch.reached and process_clock.now() - began >= REACHED_WITHIN_S:
             raise NetworkError(f"worker {name!r}: the master at {endpoint} {unreached()}")
     return False
 
@@ -576,12 +579,3 @@ def allow_many_connections() -> int:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Make a uvloop, the loop that the servers use; on Windows, which uvloop does not support, one of asyncio."""
-    if sys.platform == "win32":
-        return asyncio.new_event_loop()
-    import uvloop
-
-    return uvloop.new_event_loop()

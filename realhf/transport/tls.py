@@ -30,10 +30,10 @@ import secrets
 import socket
 import ssl
 import struct
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from realhf.base import process_clock
 from realhf.base.tls import NO_CHECK_TIME, in_memory
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys
@@ -167,7 +167,7 @@ class SealedSocket:
             raise ConnectionError("sent bytes that were changed on the way") from None
 
     def _fill(self, view: memoryview, *, may_end: bool = False) -> bool:
-        start, deadline = 0, time.monotonic() + self._timeout
+        start, deadline = 0, process_clock.now() + self._timeout
         while start < view.nbytes:
             count = self._plain.recv_into(view[start:])
             if count == 0:
@@ -175,7 +175,7 @@ class SealedSocket:
                     return False
                 raise ConnectionError("closed the connection")
             start += count
-            if start < view.nbytes and time.monotonic() >= deadline:
+            if start < view.nbytes and process_clock.now() >= deadline:
                 raise TimeoutError
         return True
 

@@ -33,6 +33,7 @@ import numpy as np
 
 from realhf.api.generation import TensorSlot, WeightsManifest
 from realhf.api.keys import ITEMSIZE, TORCH_NAMES, dtype_tag
+from realhf.base import process_clock
 from realhf.base.files import whole_file
 from realhf.base.loopback import is_loopback_host
 from realhf.base.process import host_token, start_time
@@ -411,7 +412,7 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
         raise WeightsError(manifest, f"location {manifest.location!r:.80}: {error}") from None
     whole_s = timeout_s + max(staging_s(manifest.nbytes), transfer_s(manifest.nbytes))
     lanes = [BulkConnection(tls, host, at) for _ in range(LANES)]
-    came = time.monotonic()
+    came = process_clock.now()
     deadline = came + whole_s
 
     def ask(lane: int, piece: Piece, into: memoryview) -> None:
@@ -419,10 +420,10 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
         for left in reversed(range(TRIES)):
             try:
                 lanes[lane].fetch(number, piece, into, deadline)
-                came = time.monotonic()
+                came = process_clock.now()
                 return
             except PeerLost as error:
-                if time.monotonic() - came > timeout_s:
+                if process_clock.now() - came > timeout_s:
                     raise FetchTimeout(str(error)) from None
                 if not left or "refused" in str(error):  # nobody listens there, or it is of another run
                     raise

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from realhf.base import process_clock
 from realhf.monitor.rollouts.format import NO_SHARD, PlayLine
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
 from realhf.view.run_data import pack
@@ -102,14 +102,14 @@ class RunRollouts:
 
     def search(self, text: str, deadline: float, stopped: Callable[[], bool]) -> Iterator[dict[str, Any]]:
         """Yield {ids} of rollouts whose conversation, task or failure holds a text (whatever its case), the newest
-        first, and at last {done, searched, of}. ``deadline``: of ``time.monotonic``, after which it ends."""
+        first, and at last {done, searched, of}. ``deadline``: of ``process_clock.now``, after which it ends."""
         with self._lock:
             lines = [row.play for row in self._refreshed() if row.play.shard != NO_SHARD]
         wanted, searched = text.casefold(), 0
         members = [list(found) for _, found in itertools.groupby(sorted(lines, key=_place), key=_place)]
         members.sort(key=lambda found: -max(line.time for line in found))
         for member in members:
-            if stopped() or time.monotonic() > deadline:
+            if stopped() or process_clock.now() > deadline:
                 break
             found = list(self._holding(member, wanted))
             searched += len(member)

@@ -8,7 +8,6 @@ import json
 import mimetypes
 import secrets
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -23,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from realhf.base import process_clock
 from realhf.base.loopback import is_loopback_host, request_problem
 from realhf.view.report import static_files
 from realhf.view.run import Run, RunList
@@ -92,7 +92,7 @@ class Api:
         ``SEARCH_S`` have passed."""
         text = request.query_params.get("text", "")[:LONGEST_SEARCH]
         stopped = threading.Event()
-        found = self._run_of(request).rollouts.search(text, time.monotonic() + SEARCH_S, stopped.is_set)
+        found = self._run_of(request).rollouts.search(text, process_clock.now() + SEARCH_S, stopped.is_set)
         return StreamingResponse(_streamed(found, stopped), media_type="application/x-ndjson")
 
     def _list(self) -> dict[str, Any]:

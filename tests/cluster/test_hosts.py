@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from realhf.api.config import ConfigError
+from realhf.base import process_clock
 from realhf.cluster import host_table, own_host
 from realhf.cluster.control_endpoint import FromHost
 from realhf.cluster.file_transfer import TransferQueue
@@ -292,7 +292,7 @@ def test_two_agents_of_one_machine_deal_out_its_gpus_once(sees: Sees):
         name = f"generation/{number}"
         place = choose(name, table.places())
         gpu = gpu_of(name, place)
-        table.workers[name] = Running(WorkerSpec(name, "m", (), Path("l")), place.name, time.monotonic(), gpu)
+        table.workers[name] = Running(WorkerSpec(name, "m", (), Path("l")), place.name, process_clock.now(), gpu)
         where.append((place.name, gpu))
     assert sorted(where) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert all(not place.free_gpus for place in table.places())
@@ -328,8 +328,8 @@ def test_quick_ends_count_for_a_host_and_long_lives_clear_it(bench: Callable[...
     run for a while shows that the host is well. What it was counts on when the run begins again."""
     run = bench()
     run.join("a")
-    now = time.monotonic()
-    monkeypatch.setattr(host_table, "time", SimpleNamespace(monotonic=lambda: now))
+    now = process_clock.now()
+    monkeypatch.setattr(host_table, "process_clock", SimpleNamespace(now=lambda: now))
     rests: list[float] = []
     for lived_s in (1, 1, 1, 1, 20, 1):
         run.start("rollout_worker/0")

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from realhf.api.config import AsyncConfig
+from realhf.base import process_clock
 from realhf.launch import processes
 from realhf.launch import run as launch_run
 from realhf.launch.build import build_experiment
@@ -220,19 +221,16 @@ def test_keys_are_in_the_launchers_memory_and_on_no_disk_or_command_line(tmp_pat
 
 
 class FakeClock:
-    """Stands in for the module ``time``."""
+    """Stands in for the clock of the process."""
 
     def __init__(self):
         self.now = 0.0
-
-    def monotonic(self):
-        return self.now
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = FakeClock()
-    monkeypatch.setattr(processes, "time", clock)
+    monkeypatch.setattr(process_clock, "now", lambda: clock.now)
     return clock
 
 

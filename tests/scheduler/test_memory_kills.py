@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from realhf.base import process_clock
 from realhf.launch.processes import failure_message
 from realhf.scheduler.base import WorkerExit
 from realhf.scheduler.local import LATELY_S, WANT_OF_MEMORY, MemoryKills
@@ -50,7 +51,7 @@ def test_a_kill_in_the_own_group_is_seen_for_a_while(
     tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, proc, clock = tmp_path / "groups", tmp_path / "proc", [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(process_clock, "now", lambda: clock[0])
     line = {"second": "0::/job/run", "container": "0::/", "first": "4:memory:/job\n0::/", "machine": "0::/"}[layout]
     write(proc / "self", cgroup=f"{line}\n")
     write(proc, vmstat="nr_free_pages 1\noom_kill 3\n")

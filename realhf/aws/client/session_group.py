@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from realhf.api.environment import POLICY_FAILED, StepResult
+from realhf.base import process_clock
 from realhf.base.tls import believing
 from realhf.env.openenv_client import CapacityError, ConnectError, EnvError, OpenEnvClient, failure_kind, fetch_metadata
 
@@ -307,11 +307,11 @@ def _check_distinct(clients: Sequence[OpenEnvClient]) -> None:
 
 async def _until_capacity(open_session: Callable[[], Awaitable[T]], patience_s: float) -> T:
     """Try again while the server is full, as long as the patience lasts."""
-    deadline = time.monotonic() + patience_s
+    deadline = process_clock.now() + patience_s
     while True:
         try:
             return await open_session()
         except CapacityError as error:
-            if time.monotonic() + error.retry_after_s > deadline:
+            if process_clock.now() + error.retry_after_s > deadline:
                 raise
             await asyncio.sleep(error.retry_after_s)

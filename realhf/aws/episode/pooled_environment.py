@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -32,6 +31,7 @@ from realhf.aws.messages import (
 )
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.task import Task, TaskError
+from realhf.base import process_clock
 from realhf.env.loader.threads import Threads
 
 T = TypeVar("T")
@@ -164,6 +164,6 @@ def pooled_environment(
             concurrency=pool.size,
         )
     finally:
-        end = time.monotonic() + _RETURN_S
-        if not all(returned.acquire(timeout=max(0.0, end - time.monotonic())) for _ in range(pool.size)):
+        end = process_clock.now() + _RETURN_S
+        if not all(returned.acquire(timeout=max(0.0, end - process_clock.now())) for _ in range(pool.size)):
             _LOG.warning("slots of the pool were not given back within %g s after their episodes", _RETURN_S)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from realhf.aws.cli.pinned_http import read_answer
+from realhf.base import process_clock
 from realhf.base.installation import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
@@ -254,16 +255,16 @@ class MiniStackProcess:
 
     def wait_healthy(self, timeout_s: float) -> None:
         """Wait until /_ministack/health answers 200. Raises RuntimeError with the tail of its log."""
-        deadline = time.monotonic() + timeout_s
+        deadline = process_clock.now() + timeout_s
         while True:
             try:
-                self._request("GET", "/_ministack/health", max(0.05, deadline - time.monotonic()))
+                self._request("GET", "/_ministack/health", max(0.05, deadline - process_clock.now()))
                 self._fresh_bytes = self._fresh_bytes or self.used()[0]  # it may have grown when it is asked again
                 return
             except OSError as error:
                 reason = str(error)
             alive = self.alive()
-            if not alive or time.monotonic() > deadline:
+            if not alive or process_clock.now() > deadline:
                 reason = f"{reason}, for {timeout_s:g} s" if alive else "its process ended"
                 raise RuntimeError(not_up(f"MiniStack on port {self.port}", reason, self.log_tail()))
             time.sleep(0.01)

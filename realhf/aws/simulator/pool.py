@@ -43,6 +43,7 @@ from realhf.aws.simulator.ministack_process import (
     zygote_environment,
 )
 from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Bench, Slot
+from realhf.base import process_clock
 from realhf.env.containment.fork_server import ForkServer
 from realhf.env.containment.probe import (
     LAMBDA_MODES,
@@ -86,9 +87,9 @@ class LeaseBook:
         Waits ``patience_s`` for one that is on its way back. Raises RuntimeError("MiniStack pool exhausted").
         """
         with self._lock:
-            deadline = time.monotonic() + patience_s
+            deadline = process_clock.now() + patience_s
             while not self._free:
-                left = deadline - time.monotonic()
+                left = deadline - process_clock.now()
                 if left <= 0 or all(state is SlotState.LEASED for state in self._states):
                     raise RuntimeError(EXHAUSTED)
                 self._lock.wait(left)
@@ -212,7 +213,7 @@ class HealthLoop:
             if not self._slots[index].ministack.answers(ANSWER_S) and self._book.fail_if_free(index):
                 logger.warning("slot %d: its simulator does not answer and is replaced", index)
         for index in self._book.in_state(SlotState.UNHEALTHY):
-            if not self._ending and time.monotonic() >= self._due[index] and self._book.begin_respawn(index):
+            if not self._ending and process_clock.now() >= self._due[index] and self._book.begin_respawn(index):
                 self._respawn(index)
 
     def _respawn(self, index: int) -> None:
@@ -222,7 +223,7 @@ class HealthLoop:
             self.failures += 1
             self._failed[index] += 1
             wait_s = back_off_s(self._failed[index])
-            self._due[index] = time.monotonic() + wait_s
+            self._due[index] = process_clock.now() + wait_s
             self._book.fail(index)
             logger.error("slot %d cannot be respawned, next attempt in %g s: %s", index, wait_s, error)
         else:
@@ -231,15 +232,15 @@ class HealthLoop:
             self._book.free(index)
 
     def _run(self) -> None:
-        next_round = time.monotonic() + self._interval_s
+        next_round = process_clock.now() + self._interval_s
         while not self._ending:
             waiting = [self._due[index] for index in self._book.in_state(SlotState.UNHEALTHY)]
-            self._woken.wait(max(0.01, min([next_round, *waiting]) - time.monotonic()))
+            self._woken.wait(max(0.01, min([next_round, *waiting]) - process_clock.now()))
             self._woken.clear()
             if self._ending:
                 return
             self.sweep()
-            next_round = time.monotonic() + self._interval_s
+            next_round = process_clock.now() + self._interval_s
 
 
 _ROLE = "arn:aws:iam::000000000000:role/self-test"

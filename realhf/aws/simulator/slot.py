@@ -23,6 +23,7 @@ from realhf.aws.cli.executor import CliExecutor, OutputLimits, SimulatorLost
 from realhf.aws.cli.state_client import ClientFactory, StateClient
 from realhf.aws.cli.virtual_folder import VirtualFolder
 from realhf.aws.simulator.ministack_process import HOST, MiniStackProcess
+from realhf.base import event_loops
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 ACCOUNT = "000000000000"
@@ -251,7 +252,7 @@ class Bench:
         while True:
             ended = self._ended
             try:
-                return found.result(patience_s)
+                return event_loops.result(found, patience_s)
             except TimeoutError:
                 if found.done() or ended == self._ended:
                     raise

@@ -23,7 +23,6 @@ writes those of templates that training never sees.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import functools
 import json
 import random
@@ -53,6 +52,7 @@ from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import fill_setup, resolve, setup_captures
 from realhf.aws.tasks.loader import TEMPLATE_SPLITS, Template, instantiate, is_name, load_templates, mistakes
 from realhf.aws.tasks.task import Task, TaskError
+from realhf.base import event_loops
 from realhf.base.files import whole_file
 from realhf.base.text import shorten
 from realhf.rollout.episode import EpisodeRequest, Witness, play_episode
@@ -366,7 +366,7 @@ def play_all(
     wanted = [EpisodeRequest(number, episode_task(script.task)) for number, script in enumerate(scripts)]
     with pooled_environment(pool, observation_chars=observation_chars, show_ids=show_ids) as spec:
         player = Player(spec, "", agent, pool.free_count, retries=_RETRIES, message_timeout_s=MESSAGE_TIMEOUT_S)
-        asyncio.run(player.play_and_close(wanted, NO_TOKENS))
+        event_loops.run(player.play_and_close(wanted, NO_TOKENS))
     return [agent.rows[number] for number in range(len(scripts))]
 
 

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from realhf.base import process_clock
+
 _TASKS = "/proc/self/task"
 
 
@@ -123,7 +125,7 @@ class OmpSpin:
         self._thread = threading.Thread(target=self._park, args=(ready, release), name="idle-omp-team", daemon=True)
         self._release = release
         self._thread.start()
-        if not ready.wait(_START_S):
+        if not process_clock.wait(ready.wait, _START_S):
             self.lengthen()
             raise RuntimeError(f"the idle team of OpenMP threads did not start within {_START_S:g} s")
 

@@ -27,6 +27,7 @@ from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
 from realhf.backends.embedded.memory import shortage
 from realhf.backends.embedded.sampling import check_request, stream_of
 from realhf.backends.embedded.weight_copy import copy_weights, held_digests
+from realhf.base import process_clock
 
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 30.0
@@ -136,10 +137,14 @@ class ContinuousGenerator:
         with self._changed:
             before, self._paused = self._paused, True
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._parked or self._closing, timeout_s):
+            if not self._wait_for(lambda: self._parked or self._closing, timeout_s):
                 self._paused = before
                 self._changed.notify_all()
                 raise TimeoutError(f"the generation engine did not finish its step within {timeout_s:g} s")
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Return whether the condition comes true within so many seconds. Called under the lock."""
+        return process_clock.wait(lambda left_s: self._changed.wait_for(condition, left_s), timeout_s)
 
     def resume(self) -> None:
         """Go on after ``pause``. Harmless if nothing is paused."""
@@ -151,13 +156,13 @@ class ContinuousGenerator:
         """See ``StreamingGenerator``. Raises TimeoutError when the engine's current step does not end."""
         update = _NewWeights(version, tensors, again)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._weights is None or self._closing, self._pause_timeout_s):
+            if not self._wait_for(lambda: self._weights is None or self._closing, self._pause_timeout_s):
                 raise TimeoutError(f"the generation engine was busy with other weights for {self._pause_timeout_s:g} s")
             if self._closing:
                 raise RuntimeError("the generation engine is closed")
             self._weights = update
             self._changed.notify_all()
-        if not update.over.wait(self._pause_timeout_s):
+        if not process_clock.wait(update.over.wait, self._pause_timeout_s):
             with self._changed:
                 taken, self._weights = self._weights is not update, None if self._weights is update else self._weights
             if not taken:

@@ -34,6 +34,7 @@ from realhf.api.trace import WEIGHTS, Tracer
 from realhf.backends.embedded.sampling import check_request
 from realhf.backends.vllm.api import EXTENSION, Completion, ServedModel, VllmApi, VllmError, position_seed
 from realhf.backends.vllm.device_transfer import NO_COMMON_PLACE, Place, Step, common_places, steps
+from realhf.base import event_loops, process_clock
 from realhf.base.hf_config import tensor_shapes
 
 TIED_HEAD = "lm_head.weight"
@@ -149,7 +150,7 @@ class VllmGenerator:
         self._busy_since: float | None = None
         self._name, self._number = uuid.uuid4().hex, 0
         self._closed = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = event_loops.ClockedLoop()
         # Weights and aborts must get through while every generating connection is in use.
         self._api = VllmApi(url, connections=max_requests + 8, timeout_s=_CALL_TIMEOUT_S)
         self._slots = asyncio.Semaphore(max_requests)
@@ -236,7 +237,7 @@ class VllmGenerator:
         """See ``StreamingGenerator``; ``busy_s`` counts while any request runs, ``weight_pause_ms`` is how long the
         last update stopped generation."""
         since = self._busy_since
-        busy = self._counts["busy_s"] + (time.monotonic() - since if since is not None else 0.0)
+        busy = self._counts["busy_s"] + (process_clock.now() - since if since is not None else 0.0)
         entries = list(self._entries.values())
         running = sum(entry.task is not None for entry in entries)
         return {
@@ -350,7 +351,7 @@ class VllmGenerator:
             if entry.task is None:
                 entry.task = self._loop.create_task(self._play(entry))
         if self._busy_since is None and self._entries:
-            self._busy_since = time.monotonic()
+            self._busy_since = process_clock.now()
 
     async def _play(self, entry: _Entry) -> None:
         outcome: GenOutput | Exception
@@ -415,9 +416,9 @@ class VllmGenerator:
     async def _end(self, entry: _Entry) -> None:
         """Repeat the abort until the request is over: the server may not have seen the request yet."""
         assert entry.task is not None
-        deadline = time.monotonic() + _ABORT_TIMEOUT_S
+        deadline = process_clock.now() + _ABORT_TIMEOUT_S
         while not entry.task.done():
-            if time.monotonic() > deadline:
+            if process_clock.now() > deadline:
                 entry.task.cancel()
                 return
             with contextlib.suppress(VllmError, TimeoutError):
@@ -428,7 +429,7 @@ class VllmGenerator:
         if self._entries.get(entry.request.slot) is entry:
             del self._entries[entry.request.slot]
         if not any(other.task is not None for other in self._entries.values()) and self._busy_since is not None:
-            self._counts["busy_s"] += time.monotonic() - self._busy_since
+            self._counts["busy_s"] += process_clock.now() - self._busy_since
             self._busy_since = None
         self._tell(entry, outcome)
 
@@ -486,7 +487,7 @@ class VllmGenerator:
         """Run ``work`` on the engine's thread and return its result. Raises what it raises, or TimeoutError."""
         future: Future[_T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result(timeout_s + 1.0)
+            return event_loops.result(future, timeout_s + 1.0)
         except TimeoutError as error:
             future.cancel()
             raise TimeoutError(f"{self._api.url}: {str(error) or f'no end within {timeout_s:g} s'}") from None

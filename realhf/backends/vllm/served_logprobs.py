@@ -17,6 +17,7 @@ import torch
 
 from realhf.api.model import CallContext, Model
 from realhf.api.sample import SequenceSample
+from realhf.base import event_loops
 
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Before a request that failed by the network, or by the server's own fault or load, is sent again."""
@@ -54,7 +55,7 @@ class ServedLogprobInterface:
         ids = [part.tolist() for part in sample["packed_input_ids"].cpu().split(lengths)]
         masks = [part[1:].bool() for part in sample["loss_mask"].cpu().split(lengths)]
         asked = [number for number, mask in enumerate(masks) if bool(mask.any())]
-        found = asyncio.run(self._all([ids[number] for number in asked], model.tokenizer))
+        found = event_loops.run(self._all([ids[number] for number in asked], model.tokenizer))
         out = [torch.zeros(len(mask)) for mask in masks]
         for number, values in zip(asked, found, strict=True):
             out[number] = torch.where(masks[number], torch.tensor(values), 0.0)

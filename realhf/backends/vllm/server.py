@@ -15,6 +15,7 @@ from types import TracebackType
 import httpx
 
 from realhf.backends.vllm.api import EXTENSION
+from realhf.base import process_clock
 from realhf.base.installation import PACKAGE
 from realhf.base.loopback import free_port
 
@@ -82,12 +83,12 @@ class VllmServer:
     def wait_until_up(self, timeout_s: float = 180.0) -> None:
         """Return when the server has sampled a first token. Otherwise stops it and raises TimeoutError or RuntimeError
         with the end of its log."""
-        deadline = time.monotonic() + timeout_s
+        deadline = process_clock.now() + timeout_s
         body = {"token_ids": [0], "sampling_params": {"max_tokens": 1, "detokenize": False}}
         said = "nothing"
         try:
             with httpx.Client(base_url=self.url, trust_env=False) as http:
-                while (left := deadline - time.monotonic()) > 0:
+                while (left := deadline - process_clock.now()) > 0:
                     if failure := self.failure():
                         raise RuntimeError(failure)
                     try:

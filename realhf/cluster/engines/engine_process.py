@@ -14,11 +14,11 @@ import selectors
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Protocol
 
+from realhf.base import process_clock
 from realhf.cluster.placement import ClusterError
 
 STOP_S = 20.0
@@ -117,7 +117,7 @@ class EngineProcess:
         """Read what the helper says until it says ``key`` or a problem; return whether it said ``key``."""
         if self._process is None:
             return False
-        pipe, deadline = self._process.stdout, time.monotonic() + limit_s
+        pipe, deadline = self._process.stdout, process_clock.now() + limit_s
         assert pipe is not None
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
@@ -130,7 +130,7 @@ class EngineProcess:
                         return True
                     if key == "started" and self._problem:
                         return False
-                if not selector.select(max(0.0, deadline - time.monotonic())):
+                if not selector.select(max(0.0, deadline - process_clock.now())):
                     return False
                 data = os.read(pipe.fileno(), MOST_LINE_BYTES)
                 if not data or len(self._partial) > MOST_LINE_BYTES:

@@ -15,12 +15,12 @@ import secrets
 import shutil
 import socket
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from realhf.base import process_clock
 from realhf.base.installation import install_command
 from realhf.cluster.engines.engine_process import serve
 from realhf.cluster.placement import ClusterError
@@ -64,7 +64,7 @@ class RayEngine:
         if not address:
             self._folder = _kept_to_oneself()
         ray = _ray()
-        deadline = time.monotonic() + float(plan["limit_s"])
+        deadline = process_clock.now() + float(plan["limit_s"])
         calls: dict[str, Any] = {}
         try:
             self._connect(address, deadline)
@@ -73,7 +73,7 @@ class RayEngine:
             calls = {
                 name: self._agents[name].start.remote(plan["endpoint"], keys) for name, keys in plan["keys"].items()
             }
-            ray.get([*calls.values()], timeout=max(1.0, deadline - time.monotonic()))
+            ray.get([*calls.values()], timeout=max(1.0, deadline - process_clock.now()))
         except ray.exceptions.GetTimeoutError:
             self.stop()
             raise ClusterError(f"Ray did not start the host agents within {plan['limit_s']:g} s") from None
@@ -142,7 +142,7 @@ class RayEngine:
             except Exception as error:
                 ray.shutdown()
                 # Ray gives a cluster of one's own 30 s to start, which a busy machine may not do at once.
-                if address or time.monotonic() > deadline - OWN_CLUSTER_S:
+                if address or process_clock.now() > deadline - OWN_CLUSTER_S:
                     where = f"the Ray cluster at {address} (scheduler.ray)" if address else "a Ray cluster of its own"
                     raise ClusterError(f"scheduler=ray: cannot use {where}: {_last_line(error)}") from None
 
@@ -169,7 +169,7 @@ class RayEngine:
                 raise ClusterError(f"no node of the Ray cluster can ever hold {name} ({_words(needs)}): {_has(nodes)}")
         group = ray.util.placement_group([dict(needs) for needs in bundles.values()], strategy=strategy)
         self._groups.append(group)
-        if not group.wait(max(1.0, deadline - time.monotonic())):
+        if not group.wait(max(1.0, deadline - process_clock.now())):
             wanted = "; ".join(f"{name} ({_words(needs)})" for name, needs in bundles.items())
             free = _words(ray.available_resources())
             raise ClusterError(

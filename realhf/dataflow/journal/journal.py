@@ -236,7 +236,7 @@ class Journal:
         """Queue the records as one frame. Returns the number that ``durable`` takes."""
         return self._queue(records, begins_segment=False)
 
-    async def durable(self, number: int, timeout_s: float = 30.0) -> None:
+    async def durable(self, number: int, timeout_s: float) -> None:
         """Return when the append with this number is on the disk. Raises JournalError if that failed or took
         longer than ``timeout_s``."""
         with self._changed:
@@ -249,7 +249,9 @@ class Journal:
         try:
             await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
-            raise JournalError(f"the disk of {self._folder} took longer than {timeout_s:.0f} s for a record") from None
+            raise JournalError(
+                f"the disk of {self._folder} took longer than {timeout_s:g} s for a record (async_rl.journal_timeout_s)"
+            ) from None
 
     def checkpointed(self, step: int, keep: Sequence[Record]) -> int:
         """Begin a new segment with ``keep``, ``JournalState.snapshot()`` after ``settle(step)``; earlier segments go

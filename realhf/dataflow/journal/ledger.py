@@ -310,8 +310,9 @@ class RolloutLedger:
     """Steps are numbered from 0. ``newest_payloads``: by rank of the trainer, where the last sample lies that was
     accepted since the start. Use ``open``."""
 
-    def __init__(self, journal: Journal, state: JournalState) -> None:
+    def __init__(self, journal: Journal, state: JournalState, timeout_s: float) -> None:
         self._journal, self.state = journal, state
+        self._timeout_s = timeout_s
         self._settled: int | None = None
         self.last = 0
         self.newest_payloads: dict[int, list[Any]] = {}
@@ -325,10 +326,12 @@ class RolloutLedger:
         archive: bool = False,
         snapshot: Path | None = None,
         warn: Callable[[str], None] = _log.warning,
+        timeout_s: float = 30.0,
     ) -> tuple[RolloutLedger, Recovery | None]:
         """The journal in ``folder`` and, unless the run is new, what one that goes on after ``completed_steps`` has to
         do with what was open. A journal that is damaged, or ends before the checkpoint, is made again from
         ``snapshot``, which the checkpoint holds (None: one of an earlier version, which has none); ``warn`` is told.
+        The disk has ``timeout_s`` for a record.
         Raises JournalError, also where journal and checkpoint are not of one history."""
         kept = snapshot is not None and snapshot.is_file()
         damage = _damage(folder, completed_steps, kept=kept)
@@ -350,7 +353,7 @@ class RolloutLedger:
             )
         for note in notes:
             warn(note)
-        ledger = cls(journal, fold(records))
+        ledger = cls(journal, fold(records), timeout_s)
         if not records:
             return ledger, None
         recovery = ledger.state.resume(completed_steps - 1)
@@ -374,7 +377,7 @@ class RolloutLedger:
 
     async def durable(self, number: int | None = None) -> None:
         """Wait until an append (None: the last) is on the disk."""
-        await self._journal.durable(self.last if number is None else number)
+        await self._journal.durable(self.last if number is None else number, self._timeout_s)
 
     def checkpointed(self, completed_steps: int, folder: str) -> None:
         """A checkpoint is valid. What the one before it covers is final, and leaves the journal: the newest may turn

@@ -199,6 +199,7 @@ class AsyncRollouts(StepSource):
             archive=plan.archive,
             snapshot=plan.checkpoint and plan.checkpoint / JOURNAL_FILE,
             warn=warn,
+            timeout_s=plan.spec.options.journal_timeout_s,
         )
         rollouts = cls(plan, caller, source, ledger, warn)
         await rollouts._open_stream()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +35,7 @@ from realhf.api.calls import (
 )
 from realhf.api.sample import SequenceSample
 from realhf.api.source import GroupSignal, SampleResult
+from realhf.base import process_clock
 from realhf.base.messages import Call, Message
 from realhf.dataflow.journal.journal import DIED, FLAT, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.ledger import RolloutLedger
@@ -181,7 +181,7 @@ class RolloutControl:
         are given: on the disk no later than what comes of them, and lost only together with this process and all who
         heard of them. Waits for capacity up to ``hold_s`` seconds, then (None, []): ask again. ([], []) when the worker
         is to stop: the run comes to its end, or has seen the worker leave."""
-        until = time.monotonic() + hold_s
+        until = process_clock.now() + hold_s
         while worker in self.workers and self._failure is None and not self.paused:
             parts = self.board.take(worker, count, alone=False)
             leases = self._admit(worker, count - len(parts))
@@ -189,7 +189,7 @@ class RolloutControl:
                 parts += self.board.take(worker, count - len(parts) - len(leases), alone=True)
             if leases or parts:
                 return leases or None, parts
-            if not await self._requests.turn(worker, until - time.monotonic()):
+            if not await self._requests.turn(worker, until - process_clock.now()):
                 return None, []
         self._requests.wake(1)
         return [], []
@@ -251,7 +251,7 @@ class RolloutControl:
         assert task.order is not None
         self.staleness.admit()
         self.gate.admit(task.item.id, self.staleness.version, task.order)
-        expires = time.monotonic() + self._rules.deadline_s + LATE_S
+        expires = process_clock.now() + self._rules.deadline_s + LATE_S
         entry = self._open[task.item.id] = _Open(task, worker, expires)
         self._open_of.setdefault(worker, {})[task.item.id] = entry
         return RolloutLease(
@@ -278,7 +278,7 @@ class RolloutControl:
     def expire(self) -> None:
         """Take back what was not answered long after its deadline."""
         self.board.expire()
-        now = time.monotonic()
+        now = process_clock.now()
         for sample_id in [i for i, entry in self._open.items() if entry.expires < now]:
             self._return(sample_id, "timeout", f"no answer from {self._open[sample_id].worker}")
         self.wake()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from realhf.api.calls import PIN_WEIGHTS, UNPIN_WEIGHTS, EvaluatedRequest, EvaluationPart, Nothing
 from realhf.api.evaluation import EpisodeResult, Report, evaluation_report
 from realhf.api.experiment import HeldOutOptions
+from realhf.base import process_clock
 from realhf.dataflow.rollouts.weight_updates import WeightUpdates
 from realhf.dataflow.worker_group import ask
 from realhf.transport.errors import RpcError
@@ -78,7 +78,7 @@ class EvaluationBoard:
         taken: list[EvaluationPart] = []
         while self._waiting and len(taken) < room:
             part = self._waiting.popleft()
-            self._in_play[_key(part)] = _InPlay(part, worker, time.monotonic() + part.deadline_s + LATE_S)
+            self._in_play[_key(part)] = _InPlay(part, worker, process_clock.now() + part.deadline_s + LATE_S)
             taken.append(part)
         return taken
 
@@ -108,7 +108,7 @@ class EvaluationBoard:
 
     def expire(self) -> None:
         """Take back what was not answered long after its deadline."""
-        now = time.monotonic()
+        now = process_clock.now()
         for key in [key for key, entry in self._in_play.items() if entry.expires < now]:
             self._again(key, f"no answer from {self._in_play[key].worker}")
 
@@ -249,8 +249,8 @@ class HeldOutEvaluations:
 
     async def _pin(self) -> tuple[int, list[str]]:
         """Have the generation workers keep the newest weights. Returns the version, and who keeps it."""
-        deadline = time.monotonic() + self._timeout_s
-        while not self._weights.current and time.monotonic() < deadline:
+        deadline = process_clock.now() + self._timeout_s
+        while not self._weights.current and process_clock.now() < deadline:
             await asyncio.sleep(_LOOK_S)  # all have died, and their successors are on their way
         async with self._lock:
             await self._weights.settled()

@@ -36,6 +36,7 @@ from realhf.api.calls import (
     UpdateWeightsRequest,
 )
 from realhf.api.generation import WeightsManifest
+from realhf.base import process_clock
 from realhf.dataflow.weight_proof import WeightRecord, WrongWeights, check_held, verdict
 from realhf.dataflow.worker_group import ask
 from realhf.transport.errors import RemoteError, RpcError, WorkerDied
@@ -296,9 +297,9 @@ class SelfTest:
 
     async def _somebody(self) -> None:
         """Wait until every engine has loaded, or failed to, and there is one."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = process_clock.now() + self._timeout_s
         await self._weights.loaded()
-        while not self._weights.current and time.monotonic() < deadline:
+        while not self._weights.current and process_clock.now() < deadline:
             await asyncio.sleep(_LOOK_S)
             await self._weights.loaded()
 

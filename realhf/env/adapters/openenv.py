@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from realhf.api.environment import Environment, EnvironmentDefinition, EnvironmentSpec
 from realhf.api.option import option
+from realhf.base import process_clock
 from realhf.base.loop_thread import LoopThread
 from realhf.base.tls import believing
 from realhf.env.adapters.openenv_action import form_of
@@ -248,13 +248,13 @@ async def _described(urls: Sequence[str], token: str | None, limit_s: float, tls
 
 
 async def _ask(url: str, token: str | None, limit_s: float, tls: SSLContext | None) -> Served:
-    end = time.monotonic() + limit_s
+    end = process_clock.now() + limit_s
     while True:
         try:
-            schema = await fetch_page(url, "schema", token, max(end - time.monotonic(), _PAUSE_S), tls)
+            schema = await fetch_page(url, "schema", token, max(end - process_clock.now(), _PAUSE_S), tls)
             break
         except OSError as error:
-            if time.monotonic() + _PAUSE_S > end:
+            if process_clock.now() + _PAUSE_S > end:
                 raise ValueError(
                     f"env.url={url}: no OpenEnv server answers there within env.connect_timeout_s={limit_s:g} s: "
                     f"{error}"

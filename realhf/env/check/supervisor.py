@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from realhf.base import process_clock
 from realhf.env.check.calls import UserCode
 from realhf.env.check.report import ABOUT, DUMP, ENDED, EXIT, FINDING, FOLDER, NOW, ORDER, Finding, Order, quoted
 
@@ -65,10 +66,10 @@ class Supervisor:
                 os.close(writing)
             stack.enter_context(process)
             stack.callback(_kill_family, process)
-            self._watch(process, reading, Path(folder) / DUMP, time.monotonic() + limit_s)
+            self._watch(process, reading, Path(folder) / DUMP, process_clock.now() + limit_s)
 
     def _watch(self, process: subprocess.Popen[bytes], reading: int, dump: Path, limit: float) -> None:
-        self._silent_at = time.monotonic() + _START_S
+        self._silent_at = process_clock.now() + _START_S
         assert process.stdout is not None
         exited, printed = os.pidfd_open(process.pid), process.stdout.fileno()
         try:
@@ -76,7 +77,7 @@ class Supervisor:
                 takers = {reading: self._take_lines, printed: self._take_output}
                 for file in (*takers, exited):
                     selector.register(file, selectors.EVENT_READ, takers.get(file))
-                while (now := time.monotonic()) < limit:
+                while (now := process_clock.now()) < limit:
                     if exited in self._read(selector, max(0.0, min(self._silent_at, limit) - now)):
                         _kill_family(process)
                         # Its own children may hold the pipes open, so nothing waits for what it wrote before.
@@ -86,7 +87,7 @@ class Supervisor:
                         return
                     if now >= self._silent_at:
                         break  # What it said while this process may have stood still is read; printing is no answer.
-            self._judge_silence(process, dump, late=time.monotonic() >= limit)
+            self._judge_silence(process, dump, late=process_clock.now() >= limit)
         finally:
             os.close(exited)
 
@@ -115,7 +116,7 @@ class Supervisor:
         kind, *values = event
         if kind == NOW:
             self._check, self._call, self._task, limit_s = values
-            self._silent_at = time.monotonic() + limit_s + _GRACE_S
+            self._silent_at = process_clock.now() + limit_s + _GRACE_S
         elif kind == ABOUT:
             [known] = values
             if FOLDER in known:
@@ -123,7 +124,7 @@ class Supervisor:
             self._exit = known.get(EXIT, self._exit)
             if ENDED in known:
                 self._ended = True
-                self._silent_at = time.monotonic() + _EXIT_S
+                self._silent_at = process_clock.now() + _EXIT_S
         self._hear(event)
 
     def _add(self, check: str, what: str, mend: str, where: str, task: str = "") -> None:
@@ -168,9 +169,9 @@ class Supervisor:
         """Ask the child's faulthandler for the stacks of its threads; it answers even when the interpreter is held."""
         with suppress(OSError):
             process.send_signal(signal.SIGUSR1)
-        end = time.monotonic() + _DUMP_S
+        end = process_clock.now() + _DUMP_S
         where = ""
-        while not where and time.monotonic() < end:
+        while not where and process_clock.now() < end:
             time.sleep(0.02)
             where = self._code.of_dump(_text_of(dump))
         return where

@@ -20,12 +20,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
+from realhf.base import process_clock
 from realhf.base.process import share_niceness
 from realhf.env.containment import sandbox
 
@@ -157,9 +157,9 @@ class ForkServer:
     def _child(self, name: str, timeout_s: float) -> ForkedProcess:
         """Return the child of the latest request, which does not run yet. Answers to older ones, given up meanwhile,
         are thrown away: their children never run."""
-        deadline = time.monotonic() + timeout_s
+        deadline = process_clock.now() + timeout_s
         while True:
-            reply, received = self._receive(max(0.0, deadline - time.monotonic()))
+            reply, received = self._receive(max(0.0, deadline - process_clock.now()))
             if reply.get("number") == self._number:
                 break
             for pidfd in received:
@@ -210,7 +210,7 @@ def _readable(fd: int, timeout_s: float) -> bool:
     of many sessions has more."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    return bool(process_clock.wait(lambda left_s: poll.poll(left_s * 1000), timeout_s))
 
 
 _ENDING = re.compile(rb"^(?:State:\s+[ZX]|S(?:ig|hd)Pnd:\s+[0-9a-f]*[13579bdf][0-9a-f]{2}$)", re.MULTILINE)

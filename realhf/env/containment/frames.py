@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import time
 from typing import Any
+
+from realhf.base import process_clock
 
 _HEADER = struct.Struct(">I")
 _MAX_FRAME_BYTES = 64 << 20
@@ -49,7 +50,7 @@ def spoke_unasked(channel: socket.socket) -> bool:
 
 def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
     """Return the next frame's content; no byte behind it is read. Raises TimeoutError, BadFrame."""
-    deadline = time.monotonic() + timeout_s
+    deadline = process_clock.now() + timeout_s
     (size,) = _HEADER.unpack(_receive(channel, _HEADER.size, deadline))
     if size > _MAX_FRAME_BYTES:
         raise BadFrame(f"a frame of {size} bytes")
@@ -62,14 +63,14 @@ def receive_frame(channel: socket.socket, timeout_s: float) -> Any:
 def _receive(channel: socket.socket, size: int, deadline: float) -> bytes:
     parts: list[bytes] = []
     while size:
-        left = deadline - time.monotonic()
+        left = deadline - process_clock.now()
         if left <= 0:
             raise TimeoutError
         channel.settimeout(left)
         try:
             part = channel.recv(min(size, 1 << 20))
         except TimeoutError:
-            raise
+            continue  # it is over above, unless this process stood still
         except OSError as error:
             raise BadFrame(str(error)) from None
         if not part:

@@ -6,9 +6,10 @@ import queue
 import subprocess
 import sys
 import threading
-import time
 from types import TracebackType
 from typing import IO, Self
+
+from realhf.base import process_clock
 
 _STOP_TIMEOUT_S = 12.0
 
@@ -29,12 +30,14 @@ class ServerProcess:
         self.url = self._address(timeout_s)
 
     def _address(self, timeout_s: float) -> str:
-        deadline = time.monotonic() + timeout_s
+        deadline = process_clock.now() + timeout_s
         said: list[str] = []
         while True:
             try:
-                line = self._lines.get(timeout=max(0.01, deadline - time.monotonic()))
+                line = self._lines.get(timeout=max(0.01, deadline - process_clock.now()))
             except queue.Empty:
+                if process_clock.now() < deadline:
+                    continue
                 self.stop()
                 raise RuntimeError(f"the environment server did not start within {timeout_s:g} s") from None
             if line is None:

@@ -28,6 +28,8 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.routing import WebSocketRoute
 
+from realhf.base import process_clock
+from realhf.base.event_loops import NEW_EVENT_LOOP
 from realhf.base.http_guard import guarded_http
 from realhf.base.tls import in_the_clear, server_files
 from realhf.env.server import mcp, wire
@@ -321,7 +323,7 @@ class EnvServer:
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=2,
-                **{"loop": "uvloop", **server_files(config.tls_cert, config.tls_key)},  # pyright: ignore[reportArgumentType]
+                **{"loop": NEW_EVENT_LOOP, **server_files(config.tls_cert, config.tls_key)},  # pyright: ignore[reportArgumentType]
             )
         )
         self.ended = threading.Event()
@@ -338,22 +340,22 @@ class EnvServer:
     def start(self, timeout_s: float = 10.0) -> None:
         """Start to serve. Raises RuntimeError when the server does not come up."""
         self._thread.start()
-        deadline = time.monotonic() + timeout_s
+        deadline = process_clock.now() + timeout_s
         while not self._server.started:
-            if time.monotonic() > deadline or self.ended.is_set():
+            if process_clock.now() > deadline or self.ended.is_set():
                 raise RuntimeError(f"the environment server did not start within {timeout_s:g} s")
             time.sleep(0.005)
 
     def stop(self, timeout_s: float = 9.0) -> None:
         """Close sessions with 1001 and stop serving."""
-        deadline = time.monotonic() + timeout_s
+        deadline = process_clock.now() + timeout_s
         if self._loop is not None and not self.ended.is_set():
             try:
                 asyncio.run_coroutine_threadsafe(self._endpoint.stop(), self._loop).result(timeout_s)
             except TimeoutError:
                 _LOG.error("sessions did not end within %g s", timeout_s)
             self._server.should_exit = True
-            self._thread.join(max(0.5, deadline - time.monotonic()))
+            self._thread.join(max(0.5, deadline - process_clock.now()))
         if self._page is not None:
             self._page.close()
 

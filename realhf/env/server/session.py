@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from concurrent.futures import Executor
 from typing import Any
 
+from realhf.base import process_clock
 from realhf.env.server import mcp, wire
 from realhf.env.server.access import authorized, refuse_handshake
 from realhf.env.server.capacity import RETRY_AFTER_S, ServerMetrics, SlotLeases
@@ -262,9 +263,9 @@ class Session:
 async def kill_until_done(work: asyncio.Future[Any], kill: Callable[[], None], limit_s: float) -> None:
     """Kill until the thread is back: the executor may try a killed command once more. After ``limit_s`` something else
     must keep the thread; then it is still in its slot when this returns."""
-    deadline = time.monotonic() + limit_s
+    deadline = process_clock.now() + limit_s
     while not work.done():
-        if time.monotonic() > deadline:
+        if process_clock.now() > deadline:
             _LOG.error("a command did not end within %g s after its worker was killed", limit_s)
             return
         kill()
@@ -349,8 +350,8 @@ class SessionEndpoint:
         self._leases.close()
         for session in list(self._sessions):
             session.stop()
-        deadline = time.monotonic() + _STOP_SESSIONS_S
-        while self._sessions and time.monotonic() < deadline:
+        deadline = process_clock.now() + _STOP_SESSIONS_S
+        while self._sessions and process_clock.now() < deadline:
             await asyncio.sleep(0.02)
         await self._leases.returned(_STOP_RELEASES_S)
 

@@ -24,6 +24,7 @@ from isal import igzip
 
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.api.trace import PlayedSample, RolloutRecorder, TrainedRows
+from realhf.base import process_clock
 from realhf.monitor.rollouts.format import FORMAT as VERSION
 from realhf.monitor.rollouts.format import (
     INDEX_SUFFIX,
@@ -213,8 +214,8 @@ class RolloutWriter(RolloutRecorder):
 
     def _round(self) -> bool:
         """Take what comes within the time of a flush and write it; returns whether there may be more."""
-        due, more = time.monotonic() + FLUSH_S, True
-        while more and (left := due - time.monotonic()) > 0:
+        due, more = process_clock.now() + FLUSH_S, True
+        while more and (left := due - process_clock.now()) > 0:
             try:
                 item = self._waiting.get(timeout=left)
             except queue.Empty:

@@ -10,11 +10,11 @@ import logging
 import uuid
 from asyncio import sleep
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from time import monotonic
 from typing import Any, Self
 
 import httpx
 
+from realhf.base import process_clock
 from realhf.base.loop_thread import BlockingFace, blocking, opening
 from realhf.base.tls import believing
 from realhf.trajectory.client import encoding
@@ -122,20 +122,20 @@ class AsyncTrajectoryClient:
             "weight": weight,
             "min_batch_allocation": min_batch_allocation,
         }
-        began = told = monotonic()
+        began = told = process_clock.now()
         while True:
             # A key of its own for each question: a replayed answer "wait" would come for ever.
             response = await self._post("/register-env", wanted, {"Idempotency-Key": uuid.uuid4().hex})
             body = json_object(response, self.url)
             if body.get("status") == "success":
                 break
-            waited = monotonic() - began
+            waited = process_clock.now() - began
             if waited >= wait_s:
                 raise NotRegistered(
                     self.url, f"environment {name!r} waited {waited:.0f} s for the trainer: {body.get('status')}"
                 )
-            if monotonic() - told > _TELL_EVERY_S:
-                told = monotonic()
+            if process_clock.now() - told > _TELL_EVERY_S:
+                told = process_clock.now()
                 logger.info("%s: environment %s waits for the trainer, %.0f s so far", self.url, name, waited)
             await sleep(min(1.0, max(0.0, wait_s - waited)))
         info = await self.info()
@@ -206,10 +206,10 @@ class AsyncTrajectoryClient:
 
     async def wait_for_room(self, timeout_s: float) -> Pace:
         """Wait until producing makes sense again; after ``timeout_s`` the answer still says ``pause``."""
-        give_up, poll = monotonic() + timeout_s, _POLL_S
+        give_up, poll = process_clock.now() + timeout_s, _POLL_S
         while True:
             now = await self.pace()
-            if not now.pause or now.done or monotonic() + poll > give_up:
+            if not now.pause or now.done or process_clock.now() + poll > give_up:
                 return now
             await sleep(poll)
             poll = min(_LONGEST_POLL_S, poll * 1.5)
@@ -273,7 +273,7 @@ class AsyncTrajectoryClient:
         Waits up to ``timeout_s`` seconds, then raises NoBatchYet. ``acknowledges``: end the lease of this batch on the
         way. Raises NotRegistered, LeaseLost.
         """
-        poll, began = _POLL_S, monotonic()
+        poll, began = _POLL_S, process_clock.now()
         told = began
         await self._acknowledge_returned()
         while True:
@@ -283,11 +283,11 @@ class AsyncTrajectoryClient:
                 if not self._explicit_acks:
                     self._in_hand.add(outcome.lease_id)
                 return outcome
-            waited = monotonic() - began
+            waited = process_clock.now() - began
             if waited + poll > timeout_s:
                 raise NoBatchYet(self.url, waited, outcome)
-            if monotonic() - told > _TELL_EVERY_S:
-                told = monotonic()
+            if process_clock.now() - told > _TELL_EVERY_S:
+                told = process_clock.now()
                 logger.info("%s: waits for a batch, %.0f s so far (%s)", self.url, waited, outcome)
             await sleep(poll)
             poll = min(_LONGEST_POLL_S, poll * 1.5)
@@ -405,13 +405,13 @@ class AsyncTrajectoryClient:
     ) -> Response:
         """Return the first answer below 500; ``mend`` is done before each new attempt. Raises Unreachable, with the
         last cause, when there is none in time."""
-        began, told, attempt = monotonic(), monotonic(), 0
+        began, told, attempt = process_clock.now(), process_clock.now(), 0
         while True:
             response = await self._performed(method, path, headers, body)
             if not response.failure and response.status < 500:
                 return response
             attempt += 1
-            wait, now = retry_wait_s(attempt, response), monotonic()
+            wait, now = retry_wait_s(attempt, response), process_clock.now()
             if now + wait > began + self._retry_for_s:
                 tried = f"gave up after {attempt} attempts in {now - began:.1f} s"
                 raise Unreachable(self.url, f"{method} {path}: {response.cause}; {tried}")

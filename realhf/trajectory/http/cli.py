@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import realhf
+from realhf.base.event_loops import NEW_EVENT_LOOP
 from realhf.base.http_guard import guarded_http
 from realhf.base.tls import in_the_clear, server_files
 from realhf.trajectory.http.config import TLS_FLAGS, ConfigError, TrajectoryConfig, add_arguments, resolve
@@ -79,7 +80,7 @@ def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
         lifespan="on",
         timeout_graceful_shutdown=5,
         log_level="info",
-        **server_files(config.tls_cert, config.tls_key),  # pyright: ignore[reportArgumentType]
+        **{"loop": NEW_EVENT_LOOP, **server_files(config.tls_cert, config.tls_key)},  # pyright: ignore[reportArgumentType]
     )
 
 

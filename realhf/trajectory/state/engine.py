@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from realhf.base import process_clock
 from realhf.trajectory.records import Refusal, StateOptions
 from realhf.trajectory.state import maintenance, registry
 from realhf.trajectory.state.server_state import TrajectoryState
@@ -45,15 +46,15 @@ class SteadyClock:
     """Tells the time in seconds since 1970, and goes on evenly where the machine's clock is set."""
 
     def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
+        self._offset = time.time() - process_clock.now()
 
     def __call__(self) -> float:
         """Return the time."""
-        return time.monotonic() + self._offset
+        return process_clock.now() + self._offset
 
     def go_on_from(self, last: float) -> None:
         """Be no earlier than what was recorded before the start."""
-        self._offset = max(self._offset, last - time.monotonic())
+        self._offset = max(self._offset, last - process_clock.now())
 
 
 class Engine:
@@ -143,7 +144,7 @@ class Engine:
     async def _submit(self, command: Callable[..., T], args: tuple[Any, ...], changes_state: bool) -> T:
         if self._closing:
             raise StoreFailure("the server is stopping")
-        if self._failure and time.monotonic() < self._failure[0]:
+        if self._failure and process_clock.now() < self._failure[0]:
             raise self._failure[1]
         waiting = _Waiting(command, args, changes_state)
         self._waiting.append(waiting)
@@ -175,7 +176,7 @@ class Engine:
                 raise StoreFailure(f"{self.store.name}: the write lock was lost {ATTEMPTS} times in a row")
             self._failure = None
         except StoreFailure as error:
-            self._failure = (time.monotonic() + PAUSE_AFTER_FAILURE_S, error)
+            self._failure = (process_clock.now() + PAUSE_AFTER_FAILURE_S, error)
             self._undo_round(certain=not isinstance(error, OutcomeUnknown))
             self._again = [waiting for waiting in batch if waiting.repeated]
             batch = [waiting for waiting in batch if not waiting.repeated]
@@ -291,8 +292,8 @@ class Engine:
             try:
                 while await self.read(maintenance.due):
                     await self.write(maintenance.tidy)
-                if time.monotonic() >= compact_from:
-                    compact_from = time.monotonic() + PAUSE_AFTER_FAILED_COMPACTION_S
+                if process_clock.now() >= compact_from:
+                    compact_from = process_clock.now() + PAUSE_AFTER_FAILED_COMPACTION_S
                     await maintenance.compact(self)
                     compact_from = 0.0
             except StoreFailure as error:

@@ -12,7 +12,6 @@ import asyncio
 import itertools
 import random
 import secrets
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoScriptError, ReadOnlyError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from realhf.base import process_clock
 from realhf.trajectory.records import TABLES, GroupRecord, Payload, PayloadRef, RunRecord
 from realhf.trajectory.store.base import (
     Changes,
@@ -246,7 +246,7 @@ class RedisStore(Store):
 
     async def begin(self) -> list[Changes]:
         """Take the lock, with a new fencing token."""
-        deadline = time.monotonic() + LOCK_DEADLINE_S
+        deadline = process_clock.now() + LOCK_DEADLINE_S
         self._token = uuid.uuid4().hex.encode()
         while True:
             answer = await self._run(_BEGIN, self._version, self._token, LOCK_MS)
@@ -256,7 +256,7 @@ class RedisStore(Store):
                 except StateLost:
                     await self.abandon()
                     raise
-            if time.monotonic() > deadline:
+            if process_clock.now() > deadline:
                 raise StoreFailure(f"{self.name}: another server held the write lock for {LOCK_DEADLINE_S:.0f} s")
             await asyncio.sleep(random.uniform(0.0005, 0.003))
 

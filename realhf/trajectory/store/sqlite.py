@@ -17,7 +17,6 @@ import fcntl
 import logging
 import os
 import sqlite3
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from typing import Any
 import msgspec
 from isal import isal_zlib
 
+from realhf.base import process_clock
 from realhf.trajectory.records import (
     PAYLOAD_LOST,
     TABLES,
@@ -225,12 +225,12 @@ class SqliteStore(Store):
     def _refuse_when_full(self, nbytes: int) -> None:
         """Raise StoreFailure for a push that would leave too little room on the disk for the way out of it."""
         self._room -= nbytes
-        if self._room > 0 and time.monotonic() < self._look_again_at:
+        if self._room > 0 and process_clock.now() < self._look_again_at:
             return
         free, total = self._disk()
         reserve = min(_RESERVE_BYTES, total // _RESERVE_SHARE)
         self._room = min(_LOOK_EVERY_BYTES, free - self._segments.waiting_bytes - nbytes - reserve)
-        self._look_again_at = time.monotonic() + _LOOK_EVERY_S
+        self._look_again_at = process_clock.now() + _LOOK_EVERY_S
         self._segments.tight = self._room < 0
         if self._segments.tight:
             self._writer.submit(self._remove, self._segments.end_active())

@@ -61,7 +61,7 @@ async def test_records_come_back_in_order_over_several_openings(tmp_path: Path) 
         journal, records = Journal.open(tmp_path)
         assert records == STORY[:start]
         numbers = [journal.append(record) for record in STORY[start : start + 5]]
-        await journal.durable(numbers[-1])
+        await journal.durable(numbers[-1], 30.0)
         journal.close()
     assert len(list(tmp_path.glob("journal-*.log"))) == 5
 
@@ -107,7 +107,7 @@ async def test_a_checkpoint_replaces_the_earlier_segments(tmp_path: Path) -> Non
     journal.append(*STORY)
     state = fold(STORY)
     state.settle(0)
-    await journal.durable(journal.checkpointed(0, state.snapshot()))
+    await journal.durable(journal.checkpointed(0, state.snapshot()), 30.0)
     with pytest.raises(JournalError, match="another process"):
         Journal.open(tmp_path)
     journal.close()
@@ -390,11 +390,11 @@ async def test_a_failed_write_is_told_to_everybody(tmp_path: Path) -> None:
     state.settle(0)
     number = journal.checkpointed(0, state.snapshot())
     with pytest.raises(JournalError, match="could not be written"):
-        await journal.durable(number)
+        await journal.durable(number, 30.0)
     with pytest.raises(JournalError, match="could not be written"):
         journal.append(STORY[0])
     with pytest.raises(JournalError, match="could not be written"):
-        await journal.durable(number)
+        await journal.durable(number, 30.0)
     for _ in range(2):
         with pytest.raises(JournalError, match="could not be written"):
             journal.close()
@@ -409,16 +409,16 @@ def slow_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow_sync")
 async def test_a_closed_journal_has_written_everything_and_takes_no_more(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path)
-    await journal.durable(journal.append(STORY[0]))
+    await journal.durable(journal.append(STORY[0]), 30.0)
     last = journal.append(STORY[1])
-    waiting = asyncio.create_task(journal.durable(last))
+    waiting = asyncio.create_task(journal.durable(last, 30.0))
     await asyncio.sleep(0)
     with pytest.raises(JournalError, match="took longer"):
         await journal.durable(last, timeout_s=0.01)
     journal.close()
     journal.close()
     await waiting
-    await journal.durable(last)
+    await journal.durable(last, 30.0)
     with pytest.raises(JournalError, match="closed"):
         journal.append(STORY[2])
     assert _reopened(tmp_path) == STORY[:2]
@@ -427,9 +427,9 @@ async def test_a_closed_journal_has_written_everything_and_takes_no_more(tmp_pat
 @pytest.mark.usefixtures("slow_sync")
 async def test_many_appends_do_not_wait_for_the_interval(tmp_path: Path) -> None:
     journal, _ = Journal.open(tmp_path)
-    await journal.durable(journal.append(STORY[0]))
+    await journal.durable(journal.append(STORY[0]), 30.0)
     numbers = [journal.append(Draw({"cursor": i})) for i in range(8)]
-    await asyncio.gather(*(journal.durable(number) for number in numbers))
+    await asyncio.gather(*(journal.durable(number, 30.0) for number in numbers))
     journal.close()
 
 
@@ -446,7 +446,7 @@ async def main():
     for i in range(len(records), 1 << 30):
         number = journal.append(Draw({"i": i}))
         if i % 7 == 0:
-            await journal.durable(number)
+            await journal.durable(number, 30.0)
             print(i, flush=True)
 
 asyncio.run(main())

@@ -164,7 +164,7 @@ async def drive(monkeypatch, outcomes, seconds) -> tuple[dict[str, Any], list[fl
         return outcome
 
     monkeypatch.setattr(trajectory_client, "sleep", pause)
-    monkeypatch.setattr(trajectory_client, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(trajectory_client.process_clock, "now", lambda: sum(pauses))
     async with AsyncTrajectoryClient("http://server", retry_for_s=seconds) as client:
         client._http = httpx.AsyncClient(base_url=client.url, transport=httpx.MockTransport(answer))
         return await client.status(), pauses

@@ -16,13 +16,13 @@ import signal
 import socket
 import sys
 import threading
-import time
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from realhf.base import process_clock
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 from realhf.env.containment.frames import BadFrame, frame, receive_frame
 from realhf.env.server import wire
@@ -130,7 +130,7 @@ class _Process:
         """Return whether it has ended, or does within so many seconds."""
         poll = select.poll()
         poll.register(self.forked.pidfd, select.POLLIN)
-        return bool(poll.poll(within_s * 1000))
+        return bool(process_clock.wait(lambda left_s: poll.poll(left_s * 1000), within_s))
 
     def close(self) -> None:
         """Let go of a process that ended and that no session is in."""
@@ -153,7 +153,7 @@ class _Process:
         poll = select.poll()
         for descriptor in (self._control.fileno(), self.forked.pidfd):
             poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(_LOAD_S * 1000)}
+        ready = {descriptor for descriptor, _ in process_clock.wait(lambda left_s: poll.poll(left_s * 1000), _LOAD_S)}
         data = self._control.recv(DATAGRAM) if self._control.fileno() in ready else b""
         if not data:
             return f"while it was loaded, {self.death()}" if ready else f"it was not loaded within {_LOAD_S:g} s"
@@ -371,12 +371,12 @@ class ProcessPlayer:
             except (OSError, RuntimeError, ValueError) as error:
                 raise self._failure("capacity", what, str(error)) from None
         process, _, channel = self._seat
-        deadline = time.monotonic() + self._pool.limit_s
+        deadline = process_clock.now() + self._pool.limit_s
         try:
             channel.settimeout(_SEND_S)
             channel.sendall(frame(request))
             _wait_readable(channel, process.forked.pidfd, self._pool.limit_s)
-            return receive_frame(channel, max(0.1, deadline - time.monotonic()))
+            return receive_frame(channel, max(0.1, deadline - process_clock.now()))
         except (TimeoutError, OSError, BadFrame) as error:
             silent = isinstance(error, TimeoutError)
             ended = not silent and process.gone(_GONE_S)
@@ -411,7 +411,7 @@ def _wait_readable(channel: socket.socket, pidfd: int, timeout_s: float) -> None
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     poll.register(pidfd, select.POLLIN)
-    ready = {descriptor for descriptor, _ in poll.poll(timeout_s * 1000)}
+    ready = {descriptor for descriptor, _ in process_clock.wait(lambda left_s: poll.poll(left_s * 1000), timeout_s)}
     if not ready:
         raise TimeoutError
     if channel.fileno() not in ready:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from realhf.api.environment import Environment, EnvironmentFailure
+from realhf.base import event_loops
 from realhf.base.loop_thread import LoopThread
 from realhf.env.loader.validation import BrokenContract
 
@@ -94,7 +95,7 @@ class Place:
         """Wait for a coroutine on the loop. One that does not even end when it is cancelled loses its thread."""
         self._call = asyncio.run_coroutine_threadsafe(_within(self._name, what, work, timeout_s), thread.loop)
         try:
-            return self._call.result(timeout_s + GRACE_S)
+            return event_loops.result(self._call, timeout_s + GRACE_S)
         except CancelledError:
             raise EnvironmentFailure("lost", f"environment {self._name}: {what}: broken off") from None
         except TimeoutError:
