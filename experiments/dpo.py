@@ -39,7 +39,12 @@ def build(config: Config) -> ExperimentSpec:
                 f"preference.player={FIRST}: with adapters (actor.lora.rank={actor.lora.rank}) the first weights score "
                 f"and do not sample; set preference.player={CURRENT}"
             )
-        ref = replace(ref, engine=actor.engine, chat_template_kwargs=actor.chat_template_kwargs)
+        ref = replace(
+            ref,
+            engine=actor.engine,
+            chat_template_kwargs=actor.chat_template_kwargs,
+            tool_parser=actor.tool_parser,
+        )
         gen = actor_gen(config, played(config), "ref")
     args = {"beta": options.beta, "smoothing": options.smoothing, "temperature": config.gen.temperature}
     train = pairwise(config, "actor", "dpo", args, "packed_ref_logprobs")

@@ -49,6 +49,7 @@ def player(config: Config, first: FirstWeights) -> ModelSpec:
         dtype=actor.dtype,
         experts=actor.experts,
         chat_template_kwargs=actor.chat_template_kwargs,
+        tool_parser=actor.tool_parser,
         engine=sampler(config),
     )
 

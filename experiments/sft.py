@@ -171,6 +171,7 @@ def _supervised(
             "max_tokens": config.rollout.max_total_tokens,
             "chat_template_kwargs": config.actor.chat_template_kwargs,
             "system_prompt": environment.spec.system_prompt,
+            "tool_parser": config.actor.tool_parser,
         },
     )
     return ExperimentSpec(
@@ -203,6 +204,7 @@ def actor_model(config: Config, path: str, optimizer: OptimizerConfig, lora: Lor
         optimizer=optimizer,
         lora=lora,
         chat_template_kwargs=actor.chat_template_kwargs,
+        tool_parser=actor.tool_parser,
         parallel=parallel_of("actor", actor),
     )
 

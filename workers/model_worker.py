@@ -224,7 +224,7 @@ class ModelWorker:
             use_threads(threads)
         if model.engine.name != "embedded" and self._generates(model.role):
             engine = self._served(model, engine)
-        return Model(model.role, engine, engine.tokenizer, model.chat_template_kwargs)
+        return Model(model.role, engine, engine.tokenizer, model.chat_template_kwargs, model.tool_parser)
 
     def _generates(self, role: str) -> bool:
         """Whether tokens of a role are sampled here, for training or evaluations, and not by generation workers."""
@@ -278,7 +278,8 @@ class ModelWorker:
 
 def _base(model: ModelSpec, trained: Model) -> Model:
     """The frozen role that is another one with its adapters off."""
-    return Model(model.role, trained.engine.base(), trained.tokenizer, model.chat_template_kwargs)  # type: ignore[attr-defined]
+    engine = trained.engine.base()  # type: ignore[attr-defined]
+    return Model(model.role, engine, trained.tokenizer, model.chat_template_kwargs, model.tool_parser)
 
 
 def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> ComputeThreads:

@@ -150,6 +150,7 @@ class RolloutWorker:
             system_prompt=None,
             template_kwargs=model.chat_template_kwargs,
             stop_ids=options.gen.stop_ids,
+            tool_parser=model.tool_parser,
         )
         self._feedback = Feedback.of(options, chat)
         texts = TokenTexts(tokenizer)

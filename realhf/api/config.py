@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from realhf.api.option import option, section
+from realhf.api.tool_parser import AUTO, FAMILIES
 
 
 class ConfigError(ValueError):
@@ -155,6 +156,12 @@ class ModelConfig:
     )
     chat_template_kwargs: dict[str, Any] = option(
         {}, "Every text is rendered with these variables of the chat template, e.g. {enable_thinking: false}."
+    )
+    tool_parser: str = option(
+        AUTO,
+        "The policy's calls of tools are read in this syntax; auto: in that of its chat template, plain: not at all.",
+        choices=(AUTO, *FAMILIES),
+        idle="the model plays no episodes, and actor.tool_parser is about the one that does",
     )
     optimizer: OptimizerConfig = section(OptimizerConfig)
     lora: LoraConfig = section(LoraConfig)

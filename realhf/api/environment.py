@@ -246,7 +246,8 @@ class EnvironmentSpec:
     (``experiments.shipped_policy`` writes it), None where none does. ``launch`` is the service that episodes are played
     on, None for an environment that lives in the process that plays it. ``max_turns``, by its option of that name: it
     ends an episode itself after so many turns, and scores none that it has not ended; 0 where turns have their rewards
-    when they are taken.
+    when they are taken. ``tools`` are the schemas of the tools that every episode has, as far as they are known before
+    one begins.
     """
 
     name: str
@@ -260,6 +261,7 @@ class EnvironmentSpec:
     shipped_policy: Path | None = None
     launch: EnvironmentService | None = None
     max_turns: int = 0
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)

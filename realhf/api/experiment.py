@@ -39,6 +39,7 @@ from realhf.api.environment import MAX_BRANCHES, EnvironmentService
 from realhf.api.parallel import Parallel
 from realhf.api.sample import MicroBatchSpec
 from realhf.api.source import GroupSignal
+from realhf.api.tool_parser import AUTO
 from realhf.base.dataclass_json import from_json_value, to_json_value
 
 
@@ -182,7 +183,8 @@ PLAN_FILE = "plan.json"
 @dataclass(frozen=True)
 class ModelSpec:
     """Describes one model role: where its weights come from and which model workers hold it. ``chat_template_kwargs``
-    are variables of its tokenizer's chat template; ``experts`` accepts a mixture of experts (None: any, for a role that
+    are variables of its tokenizer's chat template; ``tool_parser`` names the syntax of its calls of tools ("auto": that
+    of the template); ``experts`` accepts a mixture of experts (None: any, for a role that
     never trains); ``head`` is what stands on the decoder: ``lm`` (logits of the next token) or ``value`` (one number
     for each position). ``parallel`` says how several workers train it together, ``engine`` what samples its tokens,
     ``compile`` whether its blocks are compiled for training, ``lora`` which adapters train in place of all weights.
@@ -206,6 +208,7 @@ class ModelSpec:
     base_of: str = ""
     tokens_of: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: str = AUTO
     parallel: Parallel = field(default_factory=Parallel)
     engine: EngineConfig = field(default_factory=EngineConfig)
 

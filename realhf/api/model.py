@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from realhf.api.sample import MicroBatchSpec, SequenceSample
+from realhf.api.tool_parser import AUTO
 from realhf.api.trace import NO_RECORDER, RolloutRecorder
 
 if TYPE_CHECKING:
@@ -248,12 +249,13 @@ class Backend(Protocol):
 @dataclass
 class Model:
     """One model role as an interface sees it. ``chat_template_kwargs`` are the variables its conversations are rendered
-    with."""
+    with, ``tool_parser`` the syntax in which its calls of tools are read ("auto": its chat template's)."""
 
     role: str
     engine: Engine
     tokenizer: Any
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: str = AUTO
 
 
 @dataclass

@@ -11,6 +11,7 @@ from realhf.api.chat_template import TemplateChat
 from realhf.api.messages import demonstration_problems
 from realhf.api.sample import SequenceSample
 from realhf.api.source import SampleResult, SourceItem
+from realhf.api.tool_parser import AUTO
 from realhf.base.json_rows import count_json_lines, read_json_lines
 
 
@@ -59,8 +60,9 @@ class ChatDataset:
         max_tokens: int = 1024,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         system_prompt: str = "",
+        tool_parser: str = AUTO,
     ) -> None:
-        chat = TemplateChat(tokenizer, template_kwargs=chat_template_kwargs)
+        chat = TemplateChat(tokenizer, template_kwargs=chat_template_kwargs, tool_parser=tool_parser)
         self._rows: list[tuple[list[int], list[bool]]] = []
         for row in read_json_lines(Path(path)):
             try:

@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return print_graph(built)
 
         from realhf.launch.resume import check_resume
+        from realhf.launch.tool_calls import check_tool_calls
 
+        check_tool_calls(built)
         resumption = check_resume(built.config, built.effective)
         if composed.config.mode is Mode.check:
             return print_check(built, arguments)

@@ -196,6 +196,7 @@ class EnvRolloutInterface:
                 system_prompt=None,
                 template_kwargs=model.chat_template_kwargs,
                 stop_ids=options.gen.stop_ids,
+                tool_parser=model.tool_parser,
             )
             self._texts = TokenTexts(model.tokenizer)
             limits = Limits(options.max_turns, options.max_total_tokens, options.gen.max_new_tokens)

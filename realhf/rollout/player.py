@@ -306,6 +306,7 @@ class TurnAgent:
         self._chat, self._limits = chat, limits
         self._system: list[ChatMessage] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._keep_reasoning = keep_reasoning
+        self._without_calls = 0
         if not keep_reasoning and not any(any(chat.forgotten(shape)) for shape in _SHAPES):
             raise ValueError("rollout.keep_reasoning=false has no effect: the chat template drops no old reasoning")
 
@@ -314,9 +315,29 @@ class TurnAgent:
         kind = PolicySpeaker if self._keep_reasoning else ForgetfulSpeaker
         speaker = kind(self._chat, self._limits, llm, slot, wanted.sampling_seed, self._system)
         outcome = await play_episode(env, wanted, speaker, self._limits.max_turns)
+        self._look_for_calls(speaker, outcome)
         # With the system prompt, the opening is what the policy read.
         outcome = replace(outcome, opening=(*self._system, *outcome.opening)) if self._system else outcome
         return speaker.in_rows(outcome) if isinstance(speaker, ForgetfulSpeaker) else outcome
+
+    def _look_for_calls(self, speaker: PolicySpeaker, outcome: RolloutOutcome) -> None:
+        """Warn once where a policy that is offered tools has not called any in its first episodes."""
+        if self._without_calls >= _SILENT_EPISODES or not (speaker.tools and outcome.valid):
+            return
+        if any(turn.said is not None and turn.said.tool_calls for turn in outcome.turns):
+            self._without_calls = _SILENT_EPISODES
+            return
+        self._without_calls += 1
+        if self._without_calls == _SILENT_EPISODES:
+            _log.warning(
+                "the first %d episodes offered tools, and in no turn of the policy was a call found; where its turns "
+                "hold calls, choose the parser of their syntax with actor.tool_parser (said once)",
+                _SILENT_EPISODES,
+            )
+
+
+_SILENT_EPISODES = 16
+"""So many episodes without a call are pointed out."""
 
 
 @dataclass

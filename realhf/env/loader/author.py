@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from functools import partial
@@ -95,12 +95,13 @@ def class_definition(
     *,
     seeded: bool,
     check: Callable[[Row], None] = lambda row: None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> EnvironmentDefinition:
     """The definition of a class. Its options are those of its nested dataclass ``Options`` and, where neither it nor
     its module brings ``tasks(split)``, those that say where rows come from. ``plays`` is given what makes an instance
     of the class, and its ``concurrency``, and returns what makes an environment. ``seeded``: its reset draws from the
-    seed what a row leaves open. ``check`` raises ValueError for a row that will not do. Raises ValueError for what the
-    class declares wrongly."""
+    seed what a row leaves open. ``check`` raises ValueError for a row that will not do; ``tools`` are the schemas of
+    its tools. Raises ValueError for what the class declares wrongly."""
     own, function, attributes = own_options(kind), tasks_function(kind), attributes_of(kind)
     options = own or NoOptions
     if function is None and "data" not in {each.name for each in fields(options)}:
@@ -117,7 +118,7 @@ def class_definition(
     def build(chosen: Any) -> EnvironmentSpec:
         """Return the environment for these options."""
         make = plays(kind if own is None else partial(kind, chosen), attributes["concurrency"])
-        return EnvironmentSpec(kind.__name__, lambda _: make(), tasks(chosen), **attributes)
+        return EnvironmentSpec(kind.__name__, lambda _: make(), tasks(chosen), tools=tools, **attributes)
 
     return EnvironmentDefinition(options, build)
 

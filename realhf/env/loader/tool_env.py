@@ -321,7 +321,7 @@ def tool_class(kind: type[Any]) -> EnvironmentDefinition:
         return lambda: ToolClassEnvironment(about, make, threads)
 
     seeded = "seed" in inspect.signature(kind.reset).parameters
-    return class_definition(kind, plays, seeded=seeded, check=_check_prompt)
+    return class_definition(kind, plays, seeded=seeded, check=_check_prompt, tools=about.schemas)
 
 
 def read_class(kind: type[Any]) -> ToolClass:

@@ -161,6 +161,7 @@ def build(options: FilesOptions) -> EnvironmentSpec:
         system_prompt=SYSTEM_PROMPT,
         demonstrate=lambda request: demonstrations(training, request),
         shipped_policy=PACKAGE / "environments" / "policies" / "files",
+        tools=about.schemas,
     )
 
 

@@ -1,0 +1,105 @@
+"""Checks before a run that the calls of an environment's tools, as a model's chat template writes them, are found by
+the policy's own parser.
+
+    python -m realhf.rollout.tool_call_check files --model models/smollm2_135m
+
+With ``--request`` it checks the calls of the demonstrations that a warm start would train on, else one call of each
+tool. A call that is not found again ends the program with one line and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from realhf.api.chat_template import TemplateChat
+from realhf.api.environment import DemonstrationRequest, EnvironmentSpec
+from realhf.api.tool_parser import AUTO, FAMILIES, parse_turn
+from realhf.env.loader.load import build_environment
+from realhf.rollout.demonstrations import SCRIPT_FAMILY, script_message
+
+_VALUES: Mapping[str, Any] = {
+    "integer": 3,
+    "number": 2.5,
+    "boolean": True,
+    "array": [],
+    "object": {},
+}
+"""A value of each type of JSON that is no text, for a call that nobody makes."""
+_USER = {"role": "user", "content": "task"}
+
+
+def check_calls(chat: TemplateChat, messages: Iterator[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many messages with calls the chat writes and reads back. Raises ChatTemplateError for the first that
+    it does not, and for a template that does not show the tools."""
+    chat.opening([_USER], tools)
+    checked = 0
+    for message in messages:
+        chat.encode_turn(message, tools)
+        checked += 1
+    return checked
+
+
+def demonstrated(spec: EnvironmentSpec, request: DemonstrationRequest) -> Iterator[dict[str, Any]]:
+    """Yield the turns with calls of an environment's scripts. Raises ValueError for a call that cannot be read."""
+    assert spec.demonstrate is not None
+    for script in spec.demonstrate(request):
+        for text in script.turns:
+            message = script_message(parse_turn(text, SCRIPT_FAMILY))
+            if message.get("tool_calls"):
+                yield message
+
+
+def one_of_each(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield a call of each tool, with its required arguments."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        parameters = function.get("parameters") or {}
+        required = parameters.get("required") or ()
+        known = parameters.get("properties") or {}
+        arguments = {name: _value(schema) for name, schema in known.items() if name in required}
+        call = {"type": "function", "id": "call00000", "function": {"name": function["name"], "arguments": arguments}}
+        yield {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _value(schema: Mapping[str, Any]) -> Any:
+    if schema.get("enum"):
+        return schema["enum"][0]
+    return _VALUES.get(str(schema.get("type", "string")), "some words")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program. Returns the exit status; argparse exits on wrong options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("environment", help="a registered name, or file.py:Name")
+    parser.add_argument("--options", type=json.loads, default={}, help="the environment's own options, as JSON")
+    parser.add_argument("--model", required=True, help="a folder or hub id with a tokenizer")
+    parser.add_argument(
+        "--template-kwargs", type=json.loads, default={}, help="variables of the chat template, as JSON"
+    )
+    parser.add_argument("--tool-parser", choices=(AUTO, *FAMILIES), default=AUTO, help="the syntax of calls")
+    parser.add_argument("--request", type=json.loads, help="fields of DemonstrationRequest, as JSON")
+    args = parser.parse_args(argv)
+    from transformers import AutoTokenizer
+
+    try:
+        spec = build_environment(args.environment, args.options)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        chat = TemplateChat(tokenizer, template_kwargs=args.template_kwargs, tool_parser=args.tool_parser)
+        if args.request is None or spec.demonstrate is None:
+            messages = one_of_each(spec.tools)
+        else:
+            messages = demonstrated(spec, DemonstrationRequest(**args.request))
+        checked = check_calls(chat, messages, spec.tools)
+    except ValueError as error:
+        print(" ".join(str(error).split()), file=sys.stderr)
+        return 1
+    print(f"{checked} turns with calls, written by the chat template and read back by the parser {chat.family}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
