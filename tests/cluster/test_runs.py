@@ -165,10 +165,18 @@ def test_the_host_of_the_trainer_is_lost(tmp_path: Path, tiny_policy: Path):
 
 
 def key_file_of_the_run(run: ClusterRun) -> Path:
-    """Where processes of the run on the launcher's machine read its keys."""
-    assert run.launcher is not None
-    (master,) = [words for words in family(run.launcher.pid).values() if "workers.master_worker" in words]
-    return Path(master[master.index("--key-file") + 1])
+    """Where processes of the run on the launcher's machine read its keys. Waits for its master: where the run begins
+    again there is none for a moment, and a forked one has the words of its parent at first."""
+    found: list[list[str]] = []
+
+    def master() -> bool:
+        assert run.launcher is not None
+        found[:] = [list(words) for words in family(run.launcher.pid).values() if "workers.master_worker" in words]
+        return len(found) == 1
+
+    run.until(master, RUN_S)
+    (words,) = found
+    return Path(words[words.index("--key-file") + 1])
 
 
 def test_a_host_that_is_not_trusted_any_more_can_do_nothing(tmp_path: Path, tiny_policy: Path):
