@@ -8,8 +8,9 @@ section that was set and not read does nothing, and saying so is kinder than obe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -66,6 +67,7 @@ def build_experiment(composed: Composed) -> BuiltExperiment:
     # What the workers will read, without the sections that watch who reads them.
     plain = to_json_value(spec)
     check_effects(composed, reads)
+    _check_environment(composed, plain)
     everything = (*spec.before, spec)
     for every in everything:
         _check_workers(every)
@@ -319,3 +321,42 @@ def check_effects(composed: Composed, reads: set[str]) -> None:
             lines.append(f"{choice} has no effect in experiment {experiment}: it reads none of {', '.join(options)}")
     if lines:
         raise ConfigError("\n".join(lines))
+
+
+ENVIRONMENT = "env."
+
+
+def _check_environment(composed: Composed, plain: Any) -> None:
+    """Raise ConfigError for options of the environment that were set and without which the experiment is the same. All
+    of them are read at once where the environment is made, so that reading one says nothing. ``plain`` is the
+    experiment as plain values. An option with its default, or without which nothing can be built, is not looked at."""
+    lines = []
+    for name in dict.fromkeys((*composed.overridden, *composed.written)):
+        if not name.startswith(ENVIRONMENT) or name == f"{ENVIRONMENT}path":
+            continue
+        config = copy.deepcopy(composed.config)
+        section, option = config.env, name.removeprefix(ENVIRONMENT)
+        default = _default(section, option)
+        if default is MISSING or default == getattr(section, option):
+            continue
+        setattr(section, option, default)
+        try:
+            without = to_json_value(_build(composed.file, config))
+        except ConfigError:
+            continue
+        if without == plain:
+            where = f" (set in {composed.written[name]})" if name in composed.written else ""
+            lines.append(
+                f"option {name} has no effect in experiment {config.experiment}: it plays no episodes that this option "
+                f"is about{where}"
+            )
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def _default(section: Any, option: str) -> Any:
+    """The value that an option of a section has by itself; MISSING for what is no option of it."""
+    for every in fields(section):
+        if every.name == option:
+            return every.default_factory() if every.default_factory is not MISSING else every.default
+    return MISSING

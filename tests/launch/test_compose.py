@@ -150,6 +150,14 @@ def test_mistakes_across_options(capsys, mistakes):
             ],
         ),
         (
+            ["experiment=grpo_stream_http", "env.pool_size=17", "env.chaos=true", "env.path=aws"],
+            [
+                "option env.pool_size has no effect in experiment grpo_stream_http: it plays no episodes",
+                "option env.chaos has no effect in experiment grpo_stream_http: it plays no episodes",
+            ],
+        ),
+        (["experiment=sft_aws", "env.fault_rate=0.5"], ["option env.fault_rate has no effect in experiment sft_aws"]),
+        (
             ["experiment=grpo_stream_http", "stream.wait_s=1800"],
             ["stream.wait_s=1800.0: must be shorter than rpc.call_tim"],
         ),
