@@ -202,9 +202,13 @@ class AsyncRollouts(StepSource):
             timeout_s=plan.spec.options.journal_timeout_s,
         )
         rollouts = cls(plan, caller, source, ledger, warn)
-        await rollouts._open_stream()
-        if recovery is not None:
-            await rollouts._recover(recovery)
+        try:
+            await rollouts._open_stream()
+            if recovery is not None:
+                await rollouts._recover(recovery)
+        except BaseException:
+            await rollouts.close()  # a socket that is left open holds up the end of the process
+            raise
         return rollouts
 
     async def _open_stream(self) -> None:
