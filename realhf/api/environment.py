@@ -11,7 +11,6 @@ Messages are maps with ``role`` and ``content``, tools are JSON schemas, both in
 from __future__ import annotations
 
 import json
-import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -274,6 +273,15 @@ class EnvironmentDefinition:
     build: Callable[[Any], EnvironmentSpec]
 
 
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+"""Rewards are stored and trained as fp32; a larger number would be infinite there."""
+
+
+def is_finite(number: float) -> bool:
+    """Return whether a reward or metric is finite in the type in which it is stored."""
+    return abs(number) <= FLOAT32_MAX
+
+
 def finite_number(found: Any) -> float | None:
     """Return the number that an author's code gave, None for what is none or not finite: a Python or numpy number, true
     or false, an array or tensor without dimensions."""
@@ -285,7 +293,7 @@ def finite_number(found: Any) -> float | None:
         number = float(found)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if is_finite(number) else None
 
 
 def task_of(metadata: Mapping[str, Any]) -> Task:

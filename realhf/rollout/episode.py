@@ -8,7 +8,6 @@ gets the same list (docs/reference/environment.md 9).
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from realhf.api.environment import (
     RolloutOutcome,
     Task,
     Turn,
+    is_finite,
 )
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
@@ -474,7 +474,7 @@ class Progress:
         """Take a turn of the policy and the environment's answer to it; returns the answer's text. Raises
         EnvironmentFailure for a number that is none."""
         for name, value in (("reward", turn.reward), *turn.rewards.items(), *turn.metrics.items()):
-            if value is not None and not math.isfinite(value):
+            if value is not None and not is_finite(value):
                 raise EnvironmentFailure("internal", f"{name} is {value}, not a finite number")
         shown = "\n".join(str(message.get("content") or "") for message in turn.messages)
         text, reward = said.text or said.content, turn.reward or 0.0
@@ -482,6 +482,8 @@ class Progress:
         before = self.reward
         if turn.reward is not None:
             self.reward = turn.reward if turn.final else self.reward + turn.reward
+            if not is_finite(self.reward):
+                raise EnvironmentFailure("internal", f"the sum of rewards is {self.reward}, not a finite number")
         # A final reward replaces the sum, so that its turn has changed it by the difference.
         self.turn_rewards.append(self.reward - before if turn.final else turn.reward or 0.0)
         self.turn_states.append(self._state)

@@ -246,11 +246,18 @@ async def test_named_rewards_and_metrics_are_kept() -> None:
     assert outcome.rewards == {"form": 1.5} and outcome.metrics == {"rows": 3}
 
 
-@pytest.mark.parametrize("broken", [{"reward": float("nan")}, {"rewards": {"a": float("inf")}}])
+@pytest.mark.parametrize("broken", [{"reward": float("nan")}, {"rewards": {"a": float("inf")}}, {"reward": 1e300}])
 async def test_a_number_that_is_none_is_a_failure_not_a_zero(broken: dict[str, Any]) -> None:
+    """A reward beyond fp32 is infinite where it is stored."""
     outcome = await play(Engine(said("aws s3 ls")), answer(**broken))
     assert (outcome.status, outcome.reward, outcome.valid, outcome.achieved) == ("internal", None, False, False)
     assert "not a finite number" in outcome.message
+
+
+async def test_rewards_whose_sum_no_fp32_holds_are_a_failure() -> None:
+    outcome = await play(Engine(said("go")), World(lambda env, message: Turn(reward=3e38)))
+    assert (outcome.status, outcome.reward, outcome.valid) == ("internal", None, False)
+    assert "the sum of rewards is 6e+38" in outcome.message
 
 
 async def test_an_engine_that_samples_nothing_is_a_failure_of_the_policy() -> None:
