@@ -66,6 +66,9 @@ _WHOLE = "whole:"
 NEVER_CAME = "a request before it never came"
 REFUSED = "refused"
 """The kind of a request of which only its number is known."""
+MOST_AHEAD = 1 << 16
+"""How far ahead of the first number that has not come the number of a refused request may be. One further ahead is not
+noted: no client counts so far, and each takes memory."""
 GAP_CLEANS = 10
 """So many cleanings in a row a model may wait for a request that does not come. Seconds that this process stood still
 do not count."""
@@ -293,13 +296,16 @@ class Service:
         name = f"{model}:{seq}"
         if not 1 <= seq < 1 << 31 or self.store.request(name) is not None:
             return
+        first = self._next[model] if model in self._loaded else self._turns(model).missing
+        if seq - first > MOST_AHEAD:
+            return
         with self.store.together():
             self.store.add_request(name, owner, kind, model, seq, b"")
             self.store.finish(name, error=why, theirs=True, info={})
         if model in self._loaded:
             self._arrived(Request(name, owner, kind, model, seq, b"", FAILED, b"", why, True, {}))
         elif self._turns(model).owed:
-            self._load(model)
+            self._load_where_room(owner, model)
 
     def _check_pending(self, owner: str, nbytes: int, times: int) -> None:
         """Raise Refused (429) where so many times as much is in work already as there may be."""
@@ -632,6 +638,12 @@ class Service:
                 raise Refused(429, f"{len(rows)} models are at work at once ({named}); wait for one")
             self._leave_memory(min(idle, key=lambda row: row.used).id)
 
+    def _load_where_room(self, owner: str, model: str) -> None:
+        """Make a model again, unless as many as there may be are at work: then ``close_gaps`` tries again."""
+        with contextlib.suppress(Refused):
+            self._make_room(owner)
+            self._load(model)
+
     def end_lapsed(self) -> None:
         """Take models out of memory whose session nobody has kept alive, and fail what waits for a request of theirs
         that never came."""
@@ -647,12 +659,21 @@ class Service:
 
     def close_gaps(self) -> None:
         """Wait no longer for a request that has not come for ``GAP_CLEANS`` cleanings: its number counts as refused,
-        what waits behind it is done, and a step among that is refused."""
+        what waits behind it is done, and a step among that is refused. Models of which something is owed, and for which
+        there was no room, are made again."""
         gaps: dict[str, tuple[int, int]] = {}
         for model in self.store.owed_models():
             row = self.store.model(model)
             turns = self._turns(model)
-            if row is None or turns.owed or not turns.held_up or self._busy(model):
+            if row is None:
+                continue
+            if self._busy(model):
+                if model in self._gaps:
+                    gaps[model] = self._gaps[model]
+                continue
+            if turns.owed and model not in self._loaded:  # there was no room when its turn had come
+                self._load_where_room(row.owner, model)
+            if turns.owed or not turns.held_up:
                 continue
             before, times = self._gaps.get(model, (turns.missing, 0))
             times = times + 1 if before == turns.missing else 1
@@ -662,8 +683,6 @@ class Service:
             waited = GAP_CLEANS * CLEANS_EVERY_S
             why = f"request {turns.missing} never came: those behind it waited {waited:g} s"
             self.skip(row.owner, model, turns.missing, why)
-            if model not in self._loaded:
-                self._load(model)
         self._gaps = gaps
 
     def _in_memory(self) -> list[ModelRow]:

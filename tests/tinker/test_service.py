@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from realhf.tinker.channel import Began, Channel, Create, Drop, Forward, Load, Save, Spoil, Told, Unload, Update
-from realhf.tinker.service import GAP_CLEANS
+from realhf.tinker.service import GAP_CLEANS, MOST_AHEAD
 from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED, FINISHED, WAITING
 
@@ -92,6 +92,33 @@ def test_what_waits_for_a_request_that_never_comes_is_done_in_the_end(opened, re
     assert states(service, model) == [FAILED, FINISHED]
     with pytest.raises(Refused, match=r"number 1 of .* is taken: request 1 never came"):
         ask(service, model, 1)
+
+
+def test_gaps_that_are_closed_load_no_more_models_than_there_may_be(opened):
+    """Every model of which a request had waited came into memory at the same cleaning."""
+    service = opened(max_adapters=2)
+    models = [model_of(service, number) for number in range(4)]
+    waiting = []
+    for model in models:
+        waiting.append(ask(service, model, 2))
+        service._process.answer(len(service._process.jobs))
+    for _ in range(GAP_CLEANS):
+        service.close_gaps()
+    for _ in models:
+        assert len(service._loaded) == 2
+        service._process.answer(len(service._process.jobs))
+        service.close_gaps()
+    service._process.answer(len(service._process.jobs))
+    assert [service.store.request(name).state for name in waiting] == [FINISHED] * 4
+
+
+def test_numbers_of_refused_requests_that_are_far_ahead_take_no_memory(opened):
+    """Nothing bounded how many of them a model held, of any number."""
+    service = opened()
+    model = model_of(service)
+    for seq in (2, MOST_AHEAD + 1, MOST_AHEAD + 2, 1 << 30):
+        service.skip(ME, model, seq, "no", "optim_step")
+    assert [*service._held[model]] == [2, MOST_AHEAD + 1]
 
 
 def test_a_pass_that_failed_spoils_the_step_also_after_a_restart(opened):
