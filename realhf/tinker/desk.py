@@ -28,7 +28,7 @@ from realhf.trajectory.wire.body import BodyBudget, BodyShare, read_body
 OWNER = "tinker.owner"
 """Where the scope of a request says whose it is."""
 _OPEN = ("/api/v1/healthz", "/api/v1/download/")
-"""Beginnings of paths that need no key: a sign of life, and files whose address is signed."""
+"""Beginnings of paths that need no key to read: a sign of life, and files whose address is signed."""
 _BODIES_AT_ONCE = 4
 """So many bodies of the largest size may be read at once."""
 _SMALL = 1 << 20
@@ -62,12 +62,16 @@ class AccessGuard:
         key = Headers(scope=scope).get("x-api-key", "").encode()
         if problem:
             answer: ASGIApp = error_answer(403, problem)
-        elif not scope["path"].startswith(_OPEN) and not self._known(key):
+        elif not self._needs_no_key(scope) and not self._known(key):
             answer = error_answer(401, "this server does not know the API key (X-API-Key)")
         else:
             scope[OWNER] = hashlib.sha256(key).hexdigest()[:16]
             answer = self._app
         await answer(scope, receive, send)
+
+    @staticmethod
+    def _needs_no_key(scope: Scope) -> bool:
+        return scope["method"] in ("GET", "HEAD") and scope["path"].startswith(_OPEN)
 
     def _known(self, key: bytes) -> bool:
         found = not self._keys

@@ -11,6 +11,7 @@ import json
 import secrets
 import sqlite3
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -245,9 +246,11 @@ class Routes:
 
     async def forward_backward(self, request: Request) -> Response:
         """Promise a pass."""
-        body = await self._desk.body(request, data=True)
         if PROTOBUF not in request.headers.get("content-type", ""):
+            with suppress(Refused, Refusal):  # it is read for its number alone, which takes no data
+                await self._desk.body(request)
             raise Refused(415, f"forward_backward takes a body of the type {PROTOBUF}")
+        body = await self._desk.body(request, data=True)
         head = read_head(body)
         kind = "forward" if head.forward_only else "forward_backward"
         return self._desk.promise(request, kind, head.model, head.seq, body)

@@ -76,6 +76,8 @@ def read_number(beginning: bytes) -> tuple[str, int]:
 _NUMBERED = re.compile(rb'"(model_id|seq_id)"\s*:\s*(?:"([^"\\]{1,200})"|(\d{1,10})(?=[\s,}]))')
 _OVERLAP = 512
 """Bytes of one part of a body that are looked at again with the next: no field that is looked for is longer."""
+_MOST_MODELS = 8
+"""Largest number of models that a body may name: each is looked up."""
 
 
 class NumberScan:
@@ -93,7 +95,9 @@ class NumberScan:
         for found in _NUMBERED.finditer(text):
             name, model, number = found.groups()
             if name == b"model_id" and model is not None:
-                self.models.append(model.decode(errors="replace"))
+                named = model.decode(errors="replace")
+                if named not in self.models and len(self.models) < _MOST_MODELS:
+                    self.models.append(named)
             elif name == b"seq_id" and number is not None and self.seq is None:
                 self.seq = int(number)
         self._rest = text[-_OVERLAP:]

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from starlette.responses import Response
+from starlette.testclient import TestClient
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
@@ -22,9 +24,11 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.tinker.channel import Drop, Job, Update
 from realhf.tinker.compute import Computer
+from realhf.tinker.desk import AccessGuard
+from realhf.tinker.options import ServerOptions
 from realhf.tinker.sampling import Sampler
 from realhf.tinker.training import Held, TrainedModel
-from realhf.tinker.wire import BadRequest, read_head, read_json, read_pass
+from realhf.tinker.wire import BadRequest, json_number, read_head, read_json, read_pass
 from tests.tinker.conftest import KEY, Server
 from tests.tinker.test_client import ADAM, TEXT, datum, steps
 
@@ -296,6 +300,40 @@ def test_whatever_is_refused_counts_its_number(trainer, server, content):
         late = http.post("/forward_backward", content=body(model, 2), headers=PROTO).json()["request_id"]
         assert http.post(path, content=given, headers=headers).status_code == status
         assert wait_for_result(http, late).status_code == 200
+
+
+def test_a_body_of_another_type_is_not_read_as_far_as_data(server):
+    """64 MiB of JSON were parsed, into twenty times the memory, to find the number of what was refused. Here a body may
+    have 4 MiB where it has data."""
+    with raw(server) as http:
+        parts = iter([b"[", *[b"{}," * (1 << 18)] * 6, b"{}]"])
+        assert http.post("/forward_backward", content=parts, headers=JSON).status_code == 415
+
+
+def test_a_body_names_few_models():
+    """Every name of a body was looked up, one after another: a million of them kept everybody waiting."""
+    names = [f'{{"model_id": "{number % 5000}"}},'.encode() for number in range(20_000)]
+    models, seq = json_number(b"[" + b"".join(names))
+    assert (models, seq) == ([str(number) for number in range(8)], None)
+
+
+@pytest.mark.parametrize("path", ["healthz", "download/a/b/c"])
+def test_who_has_no_key_sends_no_bodies(policy, tmp_path, path):
+    """Paths that are open to read were open to write, too: a stranger filled the room for bodies."""
+    (tmp_path / "keys").write_text(f"{KEY}\n")
+    (tmp_path / "keys").chmod(0o600)
+    options = ServerOptions(str(policy), root=str(tmp_path / "root"), token_file=str(tmp_path / "keys"))
+    asked = []
+
+    async def app(scope, receive, send):
+        asked.append(scope["method"])
+        await Response()(scope, receive, send)
+
+    http = TestClient(AccessGuard(app, options), base_url="http://127.0.0.1")
+    assert http.get(f"/api/v1/{path}").status_code == 200
+    assert http.post(f"/api/v1/{path}", content=b"x").status_code == 401
+    assert http.post(f"/api/v1/{path}", content=b"x", headers={"X-API-Key": KEY}).status_code == 200
+    assert asked == ["GET", "POST"]
 
 
 def test_a_pass_that_fails_fails_the_next_step(trainer, service, policy):
