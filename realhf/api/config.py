@@ -17,7 +17,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from realhf.api.option import option, section
+from realhf.api.option import MAX_SEED, option, section
 from realhf.api.tool_parser import AUTO, FAMILIES
 
 
@@ -789,7 +789,7 @@ class ExperimentConfig:
         on_resume="free",
     )
     fileroot: str = option("runs", "Everything that a run writes lies in this folder.", on_resume="free")
-    seed: int = option(1, "Everything random in the run is drawn from this seed.")
+    seed: int = option(1, "Everything random in the run is drawn from this seed.", at_least=0, at_most=MAX_SEED)
     mode: Mode = option(
         Mode.run, "run trains; check validates and stops; graph prints the dataflow graph.", on_resume="free"
     )

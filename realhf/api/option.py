@@ -34,6 +34,8 @@ OnResume = Literal["free", "warns", "refuses"]
 about how the run is carried out; ``warns``: it takes the new value from there on and says so; ``refuses``: it would be
 another experiment. An option says ``refuses`` unless it says something else."""
 
+MAX_SEED = 2**63 - 1
+"""No random generator of the libraries takes a larger seed as a signed number."""
 REFERENCE = "FILE.py:NAME"
 _KEY = "option"
 _IDLE = "idle"
@@ -63,14 +65,14 @@ class Option:
         """``at least 1``, ``between 0 and 1``, ...; empty if every number will do."""
         low, high = self.at_least, self.at_most
         if low is not None and high is not None:
-            return f"between {low:g} and {high:g}"
+            return f"between {_number(low)} and {_number(high)}"
         found = []
         if low is not None:
-            found.append(f"at least {low:g}")
+            found.append(f"at least {_number(low)}")
         if self.above is not None:
-            found.append("positive" if self.above == 0 else f"above {self.above:g}")
+            found.append("positive" if self.above == 0 else f"above {_number(self.above)}")
         if high is not None:
-            found.append(f"at most {high:g}")
+            found.append(f"at most {_number(high)}")
         return " and ".join(found)
 
     def holds(self, value: float) -> bool:
@@ -201,6 +203,10 @@ def _problem(found: Found, known: Callable[[str], Iterable[str]] | None) -> str:
             bound = about.bound() + (" and finite" if abs(item) == math.inf else "")
             return f"{name}={item}: must be {bound}{f'. {about.about}' if about.about else ''}"
     return ""
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _unknown(value: str, allowed: Sequence[str]) -> str:

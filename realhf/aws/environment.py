@@ -25,7 +25,7 @@ from realhf.api.environment import (
     Task,
     Turn,
 )
-from realhf.api.option import option
+from realhf.api.option import MAX_SEED, option
 from realhf.aws.messages import (
     NO_COMMAND,
     OBSERVATION_CHARS,
@@ -122,7 +122,9 @@ class AwsOptions:
         "SIMULATED: steps fail in these ways (unavailable, disconnect, hang), with weights.",
         on_resume="warns",
     )
-    fault_seed: int = option(0, "SIMULATED: which steps fail is drawn from this seed.", on_resume="warns")
+    fault_seed: int = option(
+        0, "SIMULATED: which steps fail is drawn from this seed.", at_least=0, at_most=MAX_SEED, on_resume="warns"
+    )
 
     def problems(self, name: str) -> Iterator[str]:
         """Yield tags that a tier does not have, a split without effect, and details of faults that nobody asked for."""

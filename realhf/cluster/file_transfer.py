@@ -219,7 +219,8 @@ def files_for_host(
     if shared:
         return found
     tag = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
-    found.paths[str(run_dir)] = f"{folder}/runs/{run_dir.parent.name}-{run_dir.name}-{tag}"
+    # Two names in one, of up to 255 bytes each, must not be longer than 255 bytes.
+    found.paths[str(run_dir)] = f"{folder}/runs/{run_dir.parent.name[:30]}-{run_dir.name[:30]}-{tag}"
     for path, option in needed_paths(run_dir).items():
         if path in there:
             continue

@@ -120,7 +120,33 @@ def _names_and_workers(config: ExperimentConfig) -> Iterator[str]:
             yield f"{role}.workers={workers}: give different indices of model workers, from 0"
     for option, text in (("experiment_name", config.experiment_name), ("trial_name", config.trial_name)):
         if not re.fullmatch(r"[\w.-]+", text) or text.startswith("."):
-            yield f"{option}={text!r}: use letters, digits, '_', '-' and '.'; it names a folder"
+            yield f"{option}={_shortened(text)!r}: use letters, digits, '_', '-' and '.'; it names a folder"
+    yield from _too_long(config)
+
+
+def _too_long(config: ExperimentConfig) -> Iterator[str]:
+    """Say which names of folders are longer than the file system takes, and whether their path is."""
+    folder = run_folder(config)
+    there = next(path for path in folder.parents if os.path.isdir(path))
+    most = os.pathconf(there, "PC_NAME_MAX")
+    parts = [("fileroot", part) for part in folder.parts[:-2]]
+    for option, text in (*parts, ("experiment_name", config.experiment_name), ("trial_name", config.trial_name)):
+        size = len(os.fsencode(text))
+        if size > most:
+            named = f"{option}={_shortened(text)}: a name of {size} bytes"
+            yield f"{named}; the file system of {there} takes {most} at most"
+            return
+    room = os.pathconf(there, "PC_PATH_MAX") - _INSIDE_BYTES
+    if len(os.fsencode(folder)) > room:
+        yield f"fileroot={_shortened(config.fileroot)}: the run folder's path has more than {room} bytes; shorten it"
+
+
+_INSIDE_BYTES = 512
+"""Paths of files in a run folder are at most so much longer than its own."""
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _sizes(config: ExperimentConfig) -> Iterator[str]:
@@ -134,7 +160,8 @@ def _sizes(config: ExperimentConfig) -> Iterator[str]:
                 f"builtin.max_positions={config.builtin.max_positions}"
             )
     folder = run_folder(config)
-    if config.recover_mode is RecoverMode.resume and not (folder / "checkpoints").is_dir():
+    # Path.is_dir raises where the name is too long, which is said elsewhere.
+    if config.recover_mode is RecoverMode.resume and not os.path.isdir(folder / "checkpoints"):
         others = sorted(path.parent.name for path in folder.parent.glob("*/checkpoints"))
         named = f"; give the trial_name of a run: {', '.join(others[-8:])}" if others else ""
         yield f"recover_mode=resume: no checkpoint in {folder}{named}"

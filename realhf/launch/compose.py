@@ -10,10 +10,12 @@ import difflib
 import re
 import secrets
 import time
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from realhf.api.algorithm import is_own
 from realhf.api.config import ConfigError, ExperimentConfig
@@ -101,9 +103,10 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         _check_environment(name, typed, environment, has, config_dir)
     if given.get("env") not in (None, *_files("env", config_dir)):  # It has no settings to be read from a file.
         given["env.path"] = given.pop("env")
+    _check_texts(schema, given, config_dir, own, user_file)
     # Options that hold a mapping have no fixed names inside, so Hydra has to be told that new ones are meant.
     overrides = [
-        f"{'++' if schema.mapping_of(key) else ''}{key}={value}"
+        f"{'++' if schema.mapping_of(key) else ''}{key}={_as_typed(schema.texts_of(key), value)}"
         for key, value in given.items()
         if key != "experiment_path"
     ]
@@ -342,6 +345,79 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> str:
     return f"unknown {what} {name!r}" + (f" (known: {', '.join(known)})" if len(known) < 12 else "")
 
 
+Texts = Literal["", "one", "list"]
+"""Whether an option holds a text, a list of texts, or something else."""
+_ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^'"\[\]{}(),]*""")
+
+
+def _as_typed(texts: Texts, value: str) -> str:
+    """Return the value of the command line with quotes around what Hydra would read as a number or a truth value, where
+    the option holds ``texts``: ``1e5`` is to stay what was typed."""
+    if texts == "one":
+        return _quoted(value)
+    inner = value.strip()
+    if texts == "list" and inner.startswith("[") and inner.endswith("]"):
+        inner = inner[1:-1]
+        items = []
+        while match := _ITEM.match(inner):
+            items.append(_quoted(match[0].strip()))
+            inner = inner[match.end() :]
+            if not inner.startswith(","):
+                break
+            inner = inner[1:]
+        if not inner:
+            return f"[{','.join(items)}]"
+    return value  # Hydra says what is wrong with it.
+
+
+def _quoted(text: str) -> str:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        value = OverridesParser.create().parse_override(f"key={text}").value()
+    except HydraException:
+        return text
+    return f"'{text}'" if isinstance(value, (bool, int, float)) else text
+
+
+def _check_texts(schema: Schema, given: Mapping[str, str], config_dir: Path, own: Path, user_file: Path | None) -> None:
+    """Raise ConfigError for a text without quotes in a YAML file that YAML reads as another value, whose text is not
+    the one that stands there."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    def read(raw: str) -> Any:
+        if user_file is not None and path == own:
+            return yaml.safe_load(raw)
+        return OmegaConf.to_container(OmegaConf.create(f"- {raw}"), resolve=False)[0]  # type: ignore[index]
+
+    for path, group in _yaml_files(given, config_dir, own):
+        for name, raw in schema.plain_texts(path, group):
+            value = read(raw)
+            whole = isinstance(value, (str, int, float)) and str(value) == raw
+            if value is not None and not whole:
+                raise ConfigError(
+                    f"{path}: {name}: {raw} is {value!r} in YAML and the option is a text; put it in quotes: '{raw}'"
+                )
+
+
+def _yaml_files(given: Mapping[str, str], config_dir: Path, own: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the YAML files that a configuration is made of, each with the group that it belongs to: that of the
+    experiment, those it builds on, and those that they or the command line choose."""
+    chosen = {(group, given[group]) for group in GROUPS[1:] if group in given}
+    found = [own]
+    for path in found:
+        content = yaml_map(path)
+        bases = (config_dir / "experiment" / f"{base}.yaml" for base in bases_of(content, path))
+        found += [base for base in bases if base not in found]
+        for entry in content.get("defaults") or []:
+            for group, choice in entry.items() if isinstance(entry, dict) else ():
+                chosen.add((str(group).removeprefix("override ").strip(" /").partition("@")[0], str(choice)))
+    yield from ((path, "") for path in found)
+    yield from ((config_dir / group / f"{choice}.yaml", group) for group, choice in sorted(chosen))
+
+
 class _Unknown(Exception):
     """A YAML file sets an option that does not exist."""
 
@@ -434,6 +510,52 @@ class Schema:
         """Dotted name to a section with its defaults, the whole configuration left out."""
         return {name: part for name, part in sections(self.kind()) if name}
 
+    @cached_property
+    def _types(self) -> Mapping[str, Any]:
+        """Dotted name to the type of an option. Raises ConfigError for one that means nothing where it is written."""
+        found = {}
+        for name, part in sections(self.kind()):
+            try:
+                hints = typing.get_type_hints(type(part))
+            except (NameError, TypeError, AttributeError) as error:
+                raise ConfigError(f"the options of {type(part).__name__} cannot be declared so: {error}") from None
+            found |= {f"{name}.{field}" if name else field: kind for field, kind in hints.items()}
+        return found
+
+    def texts_of(self, key: str) -> Texts:
+        """Whether an option, or a name in one that holds a mapping, is a text or a list of texts; either may be
+        null. A group is chosen by a text."""
+        if key in GROUPS:
+            return "one"
+        mapping = self.mapping_of(key)
+        kind = _not_null(self._types.get(mapping or key))
+        if mapping and mapping != key:
+            kind = _not_null((*typing.get_args(kind), None, None)[1])
+        if kind is str:
+            return "one"
+        is_list = typing.get_origin(kind) in (list, tuple)
+        return "list" if is_list and _not_null(typing.get_args(kind)[0]) is str else ""
+
+    def plain_texts(self, path: Path, group: str = "") -> Iterator[tuple[str, str]]:
+        """Yield the dotted options that hold texts with what a YAML file says for them without quotes, as it stands
+        there. ``group``: see ``set_in``."""
+        import yaml
+
+        def scalars(node: Any, name: str) -> Iterator[tuple[str, str]]:
+            if isinstance(node, yaml.MappingNode):
+                for key, value in node.value:
+                    yield from scalars(value, f"{name}.{key.value}" if name else str(key.value))
+                return
+            texts = self.texts_of(name)
+            items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+            if texts == ("list" if isinstance(node, yaml.SequenceNode) else "one"):
+                plain = (item for item in items if isinstance(item, yaml.ScalarNode) and item.style is None)
+                yield from ((name, item.value) for item in plain)
+
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        yield from scalars(root, group if "@package _global_" not in text else "")
+
     def mapping_of(self, key: str) -> str:
         """The option that holds a mapping and that ``key`` is, or is a name in; empty if there is none."""
         mappings = (name for name, found in self.options.items() if isinstance(found.value, dict))
@@ -467,6 +589,14 @@ class Schema:
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         prefix = f"{group}." if group and "@package _global_" not in text else ""
         return {name: value for name, value in flat(yaml.safe_load(text) or {}, prefix) if name in self.options}
+
+
+def _not_null(kind: Any) -> Any:
+    """Return the type of what an option holds that is not null."""
+    if typing.get_origin(kind) not in (typing.Union, UnionType):
+        return kind
+    kinds = [each for each in typing.get_args(kind) if each is not NoneType]
+    return kinds[0] if len(kinds) == 1 else kind
 
 
 def close_name(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from realhf.api.config import ConfigError, ExperimentConfig, LRSchedule
 from realhf.api.environment import SPLITS
 from realhf.api.experiment import RolloutOptions
 from realhf.aws.tasks.loader import load_templates
+from realhf.base.installation import CONFIGS
 from realhf.env.curriculum import TaskSource
 from realhf.env.loader.load import build_environment
 from realhf.launch.__main__ import main
@@ -84,6 +86,8 @@ def test_mistakes_in_names_and_types(capsys, arguments, expected):
             "dataset.untried_share=0": "dataset.untried_share=0.0: must be positive and at most 1",
             "actor.path=/nowhere/model": "actor.path=/nowhere/model: no such folder",
             "trial_name=a/b": "trial_name='a/b'",
+            f"seed={2**64}": f"seed={2**64}: must be between 0 and {2**63 - 1}",
+            f"env.fault_seed={2**70}": f"env.fault_seed={2**70}: must be between 0 and {2**63 - 1}",
             "ppo.sample_reuse=0": "ppo.sample_reuse=0: must be at least 1",
             "ppo.algo=grop": "ppo.algo=grop: unknown (known: grpo, drgrpo, ",
             "stream.max_staleness=-1": "stream.max_staleness=-1: must be at least 0",
@@ -100,6 +104,14 @@ def test_mistakes_in_names_and_types(capsys, arguments, expected):
             "ppo.kl_loss_coef=0 ppo.kl_ctl=0.1 ppo.kl_target=6 ppo.kl_horizon=127": "ppo.kl_horizon=127: shorter "
             "than a step, which has dataset.train_bs_n_seqs times ppo.group_size = 128",
         },
+        {
+            "recover_mode=resume": "recover_mode=resume: no checkpoint in",
+            f"trial_name={'t' * 300}": "trial_name=ttttttttttttttttttttttttttttttttttttt...: a name "
+            "of 300 bytes; the file system of",
+        },
+        {f"experiment_name='{'é' * 200}'": "a name of 400 bytes; the file system of"},
+        {f"fileroot=/tmp/{'f' * 300}": "fileroot=fffffffffffffffffffffffffffffffffffff...: a name of 300 bytes"},
+        {f"fileroot=/tmp/{'/'.join(['f' * 200] * 20)}": "the run folder's path has more than"},
         {"env.tags=[no-such-tag]": "unknown tag 'no-such-tag'", "actor.path=model": "actor.path=model: no such folder"},
         {"gen.top_p=1.5": "gen.top_p=1.5: "},
         {"actor.parallel.tp=2": "actor.parallel.tp=2: no backend cuts layers; set 1, and cut the model with fsdp"},
@@ -121,6 +133,60 @@ def test_mistakes_across_options(capsys, mistakes):
     lines = errors(capsys, "experiment=grpo_aws", *arguments).splitlines()
     assert [expected for expected in mistakes.values() if not any(expected in line for line in lines)] == []
     assert [line for line in lines if not any(expected in line for expected in mistakes.values())] == []
+
+
+TEXTS = ("1e5", "8e12345", "9e54321", "1_0", "007", "inf", "nan", "true", "10", "a.b", "'1e5'")
+
+
+@pytest.mark.slow
+def test_texts_of_the_command_line_stay_what_was_typed():
+    for text in TEXTS:
+        arguments = [f"trial_name={text}", f"stream.token_file={text}", f"actor.lora.targets=[q_proj, {text},{text}]"]
+        config = compose_config(["experiment=grpo_aws", *arguments]).config
+        typed = text.strip("'")
+        assert config.trial_name == config.stream.token_file == typed
+        assert config.actor.lora.targets == ["q_proj", typed, typed]
+    assert compose_config(["experiment=grpo_aws", "stream.token_file=null"]).config.stream.token_file is None
+
+
+REFUSED = "trial_name: 1_0 is 10 in YAML and the option is a text; put it in quotes: '1_0'"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "line", "expected"),
+    [
+        ("user", "trial_name: 7", "7"),
+        ("user", "trial_name: '1_0'", "1_0"),
+        ("user", "trial_name: 1_0", REFUSED),
+        ("user", "trial_name: 2026-01-02", "trial_name: 2026-01-02 is datetime.date(2026, 1, 2) in YAML"),
+        ("user", "monitor: {trackers: [wandb, 0x10]}", "monitor.trackers: 0x10 is 16 in YAML"),
+        ("tree", "trial_name: 7", "7"),
+        ("tree", "trial_name: 1_0", REFUSED),
+        ("tree", "stream: {token_file: 1e5}", "stream.token_file: 1e5 is 100000.0 in YAML"),
+    ],
+)
+def test_texts_of_a_yaml_file_stay_what_was_written_or_are_refused(where, line, expected, tmp_path):
+    """Both the file beside an experiment of the user, and one of the tree that another one builds on, which Hydra
+    reads."""
+    arguments, folder = ["experiment=child"], CONFIGS
+    if where == "user":
+        (tmp_path / "own.py").write_text("def build(config):\n    raise NotImplementedError\n")
+        written = tmp_path / "own.yaml"
+        arguments = [f"experiment_path={tmp_path / 'own.py'}"]
+    else:
+        folder = tmp_path / "configs"
+        shutil.copytree(CONFIGS, folder)
+        written = folder / "experiment" / "own.yaml"
+        (folder / "experiment" / "child.yaml").write_text("# @package _global_\ndefaults: [own, _self_]\n")
+    base = "defaults: [sft_aws, _self_]\n" if where == "tree" else ""
+    written.write_text(f"# @package _global_\n{base}{line}\n")
+    if "in YAML" not in expected:
+        assert compose_config(arguments, folder).config.trial_name == expected
+        return
+    with pytest.raises(ConfigError) as error:
+        compose_config(arguments, folder)
+    assert str(error.value).startswith(f"{written}: {expected}") and "\n" not in str(error.value)
 
 
 @pytest.mark.nightly
