@@ -281,7 +281,8 @@ class _Instance:
 
 
 _ESCAPE = re.compile(
-    r"\x1b(?:\[(?P<codes>[0-9;]*)m|\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])?"
+    r"\x1b(?:\[(?P<codes>(?:[0-9]{0,3};){0,32}[0-9]{0,3})m|\[[0-?]*[ -/]*[@-~]"
+    r"|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\^-~])?"
 )
 """Source: ECMA-48, 5.4 (control sequences), 8.3.89 (OSC) and 8.3.117 (SGR, whose ``codes`` say how text looks)."""
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
@@ -311,10 +312,14 @@ def _marked(text: str, look: str) -> str:
 
 def _look(codes: str, look: str) -> str:
     """Return how text looks after a sequence with these codes: a colour, ``_HIGHLIGHTED``, or "" for as usual."""
-    for code in (int(code or 0) for code in codes.split(";")):
-        if code == 0:
+    given = iter([int(code or 0) for code in codes.split(";")])
+    for code in given:
+        if code in (38, 48):  # a colour without a name, by its number in a table (5) or its parts (2)
+            for _ in range({5: 1, 2: 3}.get(next(given, 0), 0)):
+                next(given, 0)
+        if code == 0 or code in ((27, 49) if look == _HIGHLIGHTED else (38, 39)):
             look = ""
-        elif code == 7 or 40 <= code <= 47 or 100 <= code <= 107:
+        elif code == 7 or 40 <= code <= 48 or 100 <= code <= 107:
             look = _HIGHLIGHTED
         elif look != _HIGHLIGHTED and (30 <= code <= 37 or 90 <= code <= 97):
             look = _COLOURS[code % 10]

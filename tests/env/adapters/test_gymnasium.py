@@ -195,6 +195,9 @@ async def test_a_turn_that_is_no_action_costs(wrong_reward: float, garbage: floa
         ("\x1b[7m\x1b[31mx\x1b[my", "[x]y"),
         ("\x1b[?25l\x1b[1;1Ha\x1b]0;title\x07b\x1bMc\x1b(Bd\x1b", "abcd"),
         ("\x1b[1mbold\x1b[0m", "bold"),
+        ("\x1b[38;5;31mx\x1b[39my\x1b[38;2;10;40;5mz\x1b[0m", "xyz"),
+        ("\x1b[48;5;31mS\x1b[49mF\x1b[7mS\x1b[27mF\x1b[31mr\x1b[39mF", "[S]F[S]F(red:r)F"),
+        ("\x1b[" + "1" * 5000 + "mx", "x"),
     ],
 )
 def test_what_a_terminal_would_colour_is_said_in_words(rendered: str, read: str) -> None:
