@@ -44,7 +44,7 @@ class Display:
         self._console = console
         self._began = time.monotonic()
         self._last_step_line = float("-inf")
-        self._last_line = self._began
+        self._last_line = process_clock.now()
 
     def show(self, event: Mapping[str, Any]) -> None:
         """Print a line for the event; steps that follow each other quickly and rollouts print one in a while."""
@@ -68,7 +68,7 @@ class Display:
     def say(self, text: str) -> None:
         """Print ``text`` behind the seconds since the start."""
         self._last_line = process_clock.now()
-        stamp = f"{self._last_line - self._began:7.1f} s  "
+        stamp = f"{time.monotonic() - self._began:7.1f} s  "
         shown = printable(text, colours=False)  # it may hold what a program of the policy wrote into a log
         self._console.print(Text(stamp, style="dim").append(shown), soft_wrap=True)
 

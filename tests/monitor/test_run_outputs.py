@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from realhf.api.config import MonitorConfig
+from realhf.base import process_clock
 from realhf.monitor.display import Display, LiveDisplay, evaluation_line, make_display, step_line
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.metrics import success_by_group
@@ -167,6 +169,15 @@ def test_a_run_log_remembers_where_it_began(tmp_path: Path):
     assert resumed.evaluations.at(0) == report(0.4) and resumed.evaluations.at(3) is None
     RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=0, total_steps=5)
     assert Evaluations(tmp_path).at(0) is None and not (tmp_path / "episodes.txt").exists()
+
+
+def test_lines_stand_behind_the_seconds_of_the_run(monkeypatch):
+    """Also where the process stood still: they counted by the clock of deadlines, which leaves that time out."""
+    console = Console(file=io.StringIO(), width=120)
+    display = Display(console)
+    monkeypatch.setattr(process_clock, "now", lambda: time.monotonic() - 1000.0)
+    display.show({"kind": "phase", "text": "goes on"})
+    assert 0 <= float(console.file.getvalue().split()[0]) < 1000
 
 
 def test_displays_show_the_figures():
