@@ -477,6 +477,7 @@ class MasterWorker:
             return
         if self._best is not None:
             await self._keep_if_best(self._best, step, evaluation, report)
+            await asyncio.to_thread(self._best.discard_candidate)
         self._log.evaluation(step, report)
 
     async def _keep_if_best(self, best: BestPolicy, step: int, evaluation: EvaluationSpec, report: Report) -> None:

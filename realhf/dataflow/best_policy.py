@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ class BestPolicy:
     def is_beaten_by(self, figures: dict[str, Any]) -> bool:
         """Return whether a policy with these figures is better than the one that is kept; of equals the first stays."""
         return self.figures is None or figures["success"] > self.figures["success"]
+
+    def discard_candidate(self) -> None:
+        """Remove the policy whose evaluation is over, where it lies in the run folder of this machine."""
+        shutil.rmtree(self.candidate, ignore_errors=True)
 
     def record(self, figures: dict[str, Any]) -> None:
         """Write the figures of the policy that is now in ``folder``. Raises OSError."""
