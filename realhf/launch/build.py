@@ -335,7 +335,8 @@ def _check_environment(composed: Composed, plain: Any) -> None:
         if not name.startswith(ENVIRONMENT) or name == f"{ENVIRONMENT}path":
             continue
         config = copy.deepcopy(composed.config)
-        section, option = config.env, name.removeprefix(ENVIRONMENT)
+        section = vars(config)["env"]  # each experiment defines its own
+        option = name.removeprefix(ENVIRONMENT)
         default = _default(section, option)
         if default is MISSING or default == getattr(section, option):
             continue
