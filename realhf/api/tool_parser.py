@@ -362,7 +362,7 @@ def _resolved(schema: Any, parameters: Mapping[str, Any]) -> Any:
 def _value(text: str, key: str, types: Mapping[str, Any]) -> Any:
     """Return the value of an argument whose text carries no type. Templates write what is no text as JSON or, by
     Jinja's filter ``string``, as Python does: ``True``, ``None``, ``['a']``."""
-    kinds = _kinds(types.get(key))
+    kinds = schema_kinds(types.get(key))
     words = text.strip()
     if "null" in kinds and words in _NULLS:
         return None
@@ -399,7 +399,7 @@ def _python_value(words: str, key: str, problem: CallProblem) -> Any:
     raise CallProblem(f"the parameter {key[:64]!r}: {problem}") from None
 
 
-def _kinds(schema: Any) -> set[str]:
+def schema_kinds(schema: Any) -> set[str]:
     """Return the types of JSON that a schema allows; none where it says none."""
     if not isinstance(schema, Mapping):
         return set()
@@ -408,7 +408,7 @@ def _kinds(schema: Any) -> set[str]:
     for key in ("anyOf", "oneOf", "allOf"):
         several = schema.get(key)
         for each in several if isinstance(several, list | tuple) else ():
-            found |= _kinds(each)
+            found |= schema_kinds(each)
     values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
     if not found:
         found = {_TYPE_NAMES.get(type(value), "number") for value in values}

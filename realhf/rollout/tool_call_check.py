@@ -17,18 +17,21 @@ from typing import Any
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.environment import DemonstrationRequest, EnvironmentSpec
-from realhf.api.tool_parser import AUTO, FAMILIES, parse_turn
+from realhf.api.tool_parser import AUTO, FAMILIES, parse_turn, schema_kinds
 from realhf.env.loader.load import build_environment
 from realhf.rollout.demonstrations import SCRIPT_FAMILY, script_message
 
+_WORDS = "some words"
 _VALUES: Mapping[str, Any] = {
+    "string": _WORDS,
     "integer": 3,
     "number": 2.5,
     "boolean": True,
     "array": [],
     "object": {},
+    "null": None,
 }
-"""A value of each type of JSON that is no text, for a call that nobody makes."""
+"""A value of each type of JSON, for a call that nobody makes; of several types the first is taken."""
 _USER = {"role": "user", "content": "task"}
 
 
@@ -65,10 +68,15 @@ def one_of_each(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _value(schema: Mapping[str, Any]) -> Any:
-    if schema.get("enum"):
-        return schema["enum"][0]
-    return _VALUES.get(str(schema.get("type", "string")), "some words")
+def _value(schema: Any) -> Any:
+    """Return a value that a schema allows: parsers of calls without types read it by the schema."""
+    if isinstance(schema, Mapping):
+        if schema.get("enum"):
+            return schema["enum"][0]
+        if "const" in schema:
+            return schema["const"]
+    kinds = schema_kinds(schema) or {"string"}
+    return next((value for kind, value in _VALUES.items() if kind in kinds), _WORDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from realhf.api.chat_template import TemplateChat
 from realhf.launch.__main__ import main
+from realhf.rollout.tool_call_check import check_calls, one_of_each
 from realhf.rollout.tool_call_check import main as check
 from tests.api.chat.families import FAMILIES_OF_MODELS, family_tokenizer
 from tests.api.chat.templates import SMOLLM2, tokenizer
@@ -74,6 +76,29 @@ def test_calls_with_other_arguments_than_texts_are_tried(tmp_path: Path, capsys:
     family_tokenizer("qwen3-coder").save_pretrained(tmp_path / "model")
     assert check([f"{tmp_path}/lamp.py:Lamp", "--model", str(tmp_path / "model")]) == 0
     assert "1 turns with calls" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        {"type": ["boolean", "null"]},
+        {"oneOf": [{"type": "array"}, {"type": "object"}]},
+        {"type": "null"},
+        {"const": 5},
+        {"enum": [2, 3]},
+        {"$ref": "#/$defs/Colour"},
+        {},
+        True,
+    ],
+    ids=str,
+)
+def test_the_call_that_is_tried_has_arguments_that_the_schema_allows(schema: Any) -> None:
+    """An integer or null was tried with a text, and a right model of the XML family was refused."""
+    parameters = {"type": "object", "properties": {"given": schema}, "required": ["given"]}
+    tools = [{"type": "function", "function": {"name": "set", "description": "Set.", "parameters": parameters}}]
+    chat = TemplateChat(family_tokenizer("qwen3-coder"))
+    assert check_calls(chat, one_of_each(tools), tools) == 1
 
 
 def test_a_template_that_shows_no_tools_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
