@@ -135,7 +135,7 @@ class FunctionExecutor:
         (siblings are cancelled), StallError, or what the source raised.
         """
         began = time.monotonic()
-        self._progress = began
+        self._progress = process_clock.now()
         self._peak_resident = len(self.buffer)
         tasks: dict[str, asyncio.Task[list[CallReport]]] = {}
         self._tasks = tasks

@@ -14,6 +14,7 @@ import pytest
 from realhf.api.calls import CheckpointRequest
 from realhf.api.graph import build_graph
 from realhf.api.sample import SequenceSample
+from realhf.base import process_clock
 from realhf.dataflow.buffer import EndOfData
 from realhf.dataflow.function_executor import FunctionExecutor, StallError
 from realhf.dataflow.model_function_call import MFCFailed, StepReport
@@ -234,6 +235,17 @@ async def test_a_stall_names_what_is_missing(tmp_path: Path, caplog: pytest.LogC
     assert "train: train takes 4 samples of step 0: 0 ready, 4 not yet taken; 4 lack 'rewards' (from rew)" in text
     assert "nothing moved" in caplog.text
     assert text.endswith("look first at rew: every other call needs what it makes"), "the cause among those that wait"
+
+
+async def test_a_pause_before_a_step_does_not_hide_its_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The beginning of a step was taken from another clock than the time since: one stall of a run that had stood still
+    for ten minutes was noticed ten minutes late."""
+    process_clock.now()
+    monkeypatch.setattr(process_clock.CLOCK._pauses, "paused_s", 600.0)
+    bench = Bench(tmp_path, ONE, stall_warn_s=0.1, stall_fail_s=0.2)
+    bench.executor.calls["gen"].run = lambda *args: asyncio.sleep(5)
+    with pytest.raises(StallError, match="look first at gen"):
+        await bench.run(1)
 
 
 @pytest.mark.nightly
