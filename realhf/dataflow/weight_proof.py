@@ -158,8 +158,8 @@ class WeightRecord:
         self._path, self._warn = folder / WEIGHTS_FILE, warn
         self._untold: set[str] = set()
         self._last = (-1, "")
-        self._earlier = _published(self._path)
-        if completed_steps and completed_steps not in self._earlier:
+        self._earlier, unpublished = _published(self._path)
+        if completed_steps and completed_steps not in {*self._earlier, *unpublished}:
             warn(
                 f"{self._path} does not say which weights version {completed_steps} had; whether the run goes on with "
                 "the same ones is not compared"
@@ -186,6 +186,10 @@ class WeightRecord:
             tensors=len(manifest.slots),
             nbytes=manifest.nbytes,
         )
+
+    def unpublished(self, version: int) -> None:
+        """A checkpoint holds a version that was not published, because the run stops."""
+        self._write(event="unpublished", version=version)
 
     def held(self, worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer) -> None:
         """An engine has loaded a version, and holds it as far as it can tell."""
@@ -214,18 +218,22 @@ class WeightRecord:
             file.write(json.dumps({"time": round(time.time(), 3), **row}) + "\n")
 
 
-def _published(path: Path) -> dict[int, str]:
-    """Return the digest of the last weights that were published under each version; a torn last line is left out."""
+def _published(path: Path) -> tuple[dict[int, str], set[int]]:
+    """Return the digest of the last weights that were published under each version, and the versions that are known not
+    to have been; a torn last line is left out."""
     found: dict[int, str] = {}
+    unpublished: set[int] = set()
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
                 if row["event"] == "published":
                     found[int(row["version"])] = str(row["digest"])
+                elif row["event"] == "unpublished":
+                    unpublished.add(int(row["version"]))
             except (ValueError, KeyError, TypeError):
                 continue
-    return found
+    return found, unpublished
 
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 0123456789 are the digits; list every bucket, then stop. "

@@ -100,6 +100,19 @@ def test_what_an_engine_cannot_prove_passes_and_is_counted_with_a_warning(tmp_pa
     assert len(warned) == 1 and "cannot tell what it holds of 1 of 2 tensors, e.g. b;" in warned[0]
 
 
+def test_a_version_that_a_run_did_not_publish_before_it_stopped_is_not_missed(tmp_path: Path) -> None:
+    """A run that went on after Ctrl-C in a training call warned that its weights could not be compared."""
+    record = WeightRecord(tmp_path, lambda _: None)
+    record.published(MANIFEST)
+    record.unpublished(4)
+    warned: list[str] = []
+    for step in (3, 4):
+        WeightRecord(tmp_path, warned.append, completed_steps=step)
+    assert warned == []
+    WeightRecord(tmp_path, warned.append, completed_steps=5)
+    assert len(warned) == 1 and "does not say which weights version 5 had" in warned[0]
+
+
 def test_a_run_that_goes_on_with_other_weights_than_it_published_is_warned_of(tmp_path: Path) -> None:
     other = replace(MANIFEST, slots=SLOTS[:1])
     WeightRecord(tmp_path, lambda _: None).published(MANIFEST)

@@ -404,6 +404,8 @@ class AsyncRollouts(StepSource):
     async def save(self, completed_steps: int, folder: Path) -> None:
         """Keep in a checkpoint which samples are open and how far the source has got, lest a damaged journal be the
         only one that knows. Raises OSError."""
+        if self._weights.published != completed_steps:
+            self._record.unpublished(completed_steps)
         records = self._ledger.snapshot_after(completed_steps)
         await asyncio.to_thread(write_snapshot, folder / JOURNAL_FILE, records)
 

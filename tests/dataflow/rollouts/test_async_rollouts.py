@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +250,30 @@ async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_a
     rollouts.control.set_version(2)
     await scene.play(W0)
     assert await scene.train(2) == ["s4", "s5"]
+
+
+@pytest.mark.parametrize("published", [True, False])
+async def test_a_checkpoint_of_weights_that_were_not_published_says_so(tmp_path: Path, published: bool) -> None:
+    """Ctrl-C in a training call leaves its weights unpublished, and the run that went on warned that something was
+    missing."""
+    scene, folder = Scene(tmp_path / "journal"), tmp_path / "ckpt-1"
+    folder.mkdir()
+    rollouts = await scene.open()
+    await rollouts.start()
+    for _ in range(2):
+        await scene.play(W0)
+    await scene.train(0)
+    if published:
+        await rollouts.publish(1)
+    await rollouts.before_checkpoint()
+    await rollouts.save(1, folder)
+    await rollouts.checkpointed(1, folder.name)
+    await rollouts.close()
+    rollouts = await scene.open(completed=1, checkpoint=folder)
+    await rollouts.close()
+    events = [json.loads(line)["event"] for line in (tmp_path / "weights.jsonl").read_text().splitlines()]
+    assert ("unpublished" in events) is not published
+    assert not [text for text in scene.warned if "does not say which weights" in text]
 
 
 async def test_deaths_of_a_sample_count_over_recoveries(scene: Scene) -> None:
