@@ -219,6 +219,7 @@ class MasterWorker:
             raise RuntimeError(f"recover_mode=resume: no valid checkpoint in {self._checkpoints.folder}")
         for warning in checkpoint.warnings if checkpoint else ():
             self._warn(warning)
+        self._saved_step = checkpoint.step if checkpoint else 0
         return checkpoint
 
     async def _open_steps(self, checkpoint: Checkpoint | None) -> StepSource:
@@ -299,6 +300,8 @@ class MasterWorker:
             self._training = True
             await self._train_steps(done, total)
             self._training = False
+            if self._stop.is_set():  # it was asked while the last checkpoint was written
+                await self._save_and_stop(self._executor.next_step)
         await self._evaluation_over()
         await self._evaluate(self._executor.next_step, last=True)
         await self._evaluation_over()
@@ -382,7 +385,7 @@ class MasterWorker:
 
     def _report_stopped(self) -> None:
         step = self._saved_step
-        saved = f"a checkpoint of step {step} is saved" if step else "no step was finished, so nothing is saved"
+        saved = f"a checkpoint of step {step} is saved" if step else "no step was finished, so nothing new is saved"
         self._events.emit("stopped", text=saved)
 
     async def _data_ended(self, completed: int, end: EndOfData) -> None:
@@ -391,7 +394,7 @@ class MasterWorker:
             raise RuntimeError(f"there is nothing to train on: {end}")
         total = self._spec.total_train_steps
         self._events.emit("warning", text=f"the data ended after step {completed}, before total_train_steps={total}")
-        await self._evaluation_over()  # as before every checkpoint: it would not be made again
+        await self._unless_stopped(self._evaluation_over())  # as before every checkpoint: it is not made again
         if self._saved_step < completed:
             await self._checkpoint(completed)
 
@@ -467,7 +470,10 @@ class MasterWorker:
         await self._evaluated(step, evaluation, await self._evaluation_report(evaluation, step))
 
     def _deliver(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
-        """Take the report of an evaluation that was played beside training."""
+        """Take the report of an evaluation that was played beside training. Raises what went wrong with the one
+        before."""
+        if self._keeping is not None and self._keeping.done():
+            self._keeping.result()
         self._keeping = asyncio.create_task(self._evaluated(step, evaluation, report))
 
     async def _evaluated(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
@@ -565,7 +571,6 @@ class MasterWorker:
         await self._roles.restore(checkpoint.folder)
         self._executor.load_state_dict(checkpoint.state["executor"])
         self._wall_before = float(checkpoint.state["wall_seconds"])
-        self._saved_step = checkpoint.step
 
     def _model_paths(self) -> dict[str, str]:
         return {role: model.path for role, model in self._spec.models.items()}

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import io
 import threading
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from realhf.dataflow.checkpoint import CheckpointStore
+from realhf.dataflow.step_source import StepSource
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.monitor.events import EventStream
@@ -18,7 +21,7 @@ from realhf.transport.errors import WorkerDied
 from realhf.transport.rpc_worker import RpcWorker
 from tests.dataflow.rollouts.test_async_rollouts import Scene
 from tests.dataflow.rollouts.test_held_out import WANTED, shares_of
-from workers.master_worker import MasterWorker, check_same_models
+from workers.master_worker import MasterWorker, RunStopped, check_same_models
 
 
 class Start:
@@ -135,6 +138,86 @@ async def test_a_checkpoint_is_written_between_evaluations_that_each_last_until_
         await asyncio.wait_for(master._train_steps(0, total), 60)
         await master.playing
     assert master.saved == [1, 2, 3, 4] and [step for step, _ in log.evaluations.all()] == [0, 1, 2, 3]
+
+
+class Asked(MasterWorker):
+    """Trains two steps on nothing and is asked to stop while the last checkpoint is written. ``evaluated``: the steps
+    after which it evaluates."""
+
+    def __init__(self, folder: Path) -> None:
+        options = [f"fileroot={folder}", "total_train_steps=2"]
+        built = build_experiment(compose_config(["experiment=grpo_aws", *options]))
+        built.spec.run_dir.mkdir(parents=True)
+        self.said = io.StringIO()
+        plan, events = built.plan(built.spec, 0.0), EventStream(self.said)
+        super().__init__(plan, "run", events)
+        self._log = RunLog(built.spec.run_dir, plan.monitor, events, completed_steps=0, total_steps=2)
+        self._steps = StepSource()
+        self._executor: Any = self
+        self.next_step = 0
+        self.evaluated: list[int] = []
+
+    async def __aenter__(self) -> None:
+        """Stands for the executor's, as what follows does."""
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def execute_step(self, step):
+        self.next_step = step + 1
+
+    async def _report(self, report):
+        pass
+
+    async def _show_activity(self):
+        pass
+
+    async def _evaluate(self, step, *, last=False):
+        self.evaluated.append(step)
+
+    async def _checkpoint(self, step):
+        self.request_stop()
+        await asyncio.sleep(0)
+        self._saved_step = step
+
+
+async def test_a_stop_while_the_last_checkpoint_is_written_ends_the_run_after_it(tmp_path):
+    """The run went on with its last evaluation and the export, as if nobody had asked."""
+    master = Asked(tmp_path)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_exit(master._log.leave)
+        with pytest.raises(RunStopped):
+            await master._train(stack)
+    assert master.evaluated == [0, 1]
+    assert "a checkpoint of step 2 is saved" in master.said.getvalue()
+
+
+async def test_a_stop_before_a_checkpoint_is_restored_says_that_it_is_there(tmp_path):
+    """The launcher said that nothing was saved."""
+    master = Asked(tmp_path)
+    store = CheckpointStore.of_run(master._spec.run_dir)
+    store.commit(7, store.begin(7), {})
+    await master._last_checkpoint()
+    master.request_stop()
+    assert "a checkpoint of step 7 is saved" in master.said.getvalue()
+    await master._log.leave(None, None, None)
+
+
+async def test_an_evaluation_beside_training_that_cannot_be_recorded_ends_the_run(tmp_path):
+    """The next one took the place of its error, and no evaluation of the run was recorded without a word."""
+    master = Asked(tmp_path)
+    await master._log.leave(None, None, None)
+
+    def full(step, report):
+        raise OSError(errno.ENOSPC, "no room")
+
+    master._log.evaluation = full
+    evaluation = master._spec.evaluation
+    assert evaluation is not None
+    master._deliver(1, evaluation, {"sampled": {}})
+    await asyncio.sleep(0.01)
+    with pytest.raises(OSError, match="no room"):
+        master._deliver(2, evaluation, {"sampled": {}})
 
 
 def test_a_checkpoint_is_not_continued_with_another_reference():
