@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from realhf.api.evaluation import Report
-from realhf.base.files import write_whole
+from realhf.base.files import recover_folder, write_whole
 
 BEST_POLICY = "best_policy"
 """Folder of the run with the best policy in Hugging Face format."""
@@ -45,28 +46,45 @@ def best_figures(step: int, report: Report) -> dict[str, Any] | None:
     return None
 
 
+def _read(file: Path) -> dict[str, Any] | None:
+    """Return the figures in a file; None where there is none. Raises OSError, ValueError, KeyError and TypeError."""
+    try:
+        figures = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    for name in ("success", "step"):
+        float(figures[name])
+    return figures
+
+
 class BestPolicy:
     """Remembers the figures of the best policy in the run folder, across resumptions."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Read the figures, if there are any. Raises RuntimeError for a file that cannot be read: a policy that may be
-        better would be replaced."""
+        """Read the figures, if there are any. Those in the folder of the policy count, since a run that is killed may
+        have replaced it and not the file beside it. Raises RuntimeError for a file that cannot be read, since a policy
+        that may be better would be replaced, and for a policy that is gone."""
         self.folder = run_dir / BEST_POLICY
         self.candidate = run_dir / CANDIDATE
         self.figures: dict[str, Any] | None = None
         """Those of the policy that is kept; None as long as there is none."""
         self._file = run_dir / BEST_POLICY_FILE
+        ways_out = "to have the best policy chosen from now on, or set exp_ctrl.keep_best=false"
         try:
-            figures = json.loads(self._file.read_text(encoding="utf-8"))
-            float(figures["success"])
-        except FileNotFoundError:
-            return
+            self.figures = _read(self._file)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RuntimeError(
                 f"{self._file} cannot be read ({error}): it says how good the policy in {BEST_POLICY} is. Move both "
-                "away to have the best policy chosen from now on, or set exp_ctrl.keep_best=false"
+                f"away {ways_out}"
             ) from None
-        self.figures = figures
+        recover_folder(self.folder)
+        if self.figures is not None and not self.folder.is_dir():
+            raise RuntimeError(
+                f"{self.folder} is gone, and {self._file} says how good the policy in it was. Put it back, or move the "
+                f"file away {ways_out}"
+            )
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            self.figures = _read(self.folder / HELD_OUT_FILE) or self.figures
 
     def is_beaten_by(self, figures: dict[str, Any]) -> bool:
         """Return whether a policy with these figures is better than the one that is kept; of equals the first stays."""
