@@ -263,6 +263,8 @@ class Service:
             return name
         if not 0 <= seq < 1 << 31:
             raise Refused(400, f"seq_id {seq} is out of range")
+        if self._gaps.get(target, (None, 0))[0] == seq:
+            del self._gaps[target]  # it comes, and where it is refused for now it comes again
         is_model = kind != "sample"
         try:
             self._check_pending(owner, len(body), 1)

@@ -94,6 +94,22 @@ def test_what_waits_for_a_request_that_never_comes_is_done_in_the_end(opened, re
         ask(service, model, 1)
 
 
+def test_a_request_that_is_refused_for_now_is_waited_for(opened, monkeypatch):
+    """Its number was given up after ten minutes of a full disk, in which the client had sent it again and again."""
+    service = opened()
+    model = model_of(service)
+    ask(service, model, 2)
+    for _ in range(GAP_CLEANS):
+        service.close_gaps()
+        with monkeypatch.context() as full:
+            full.setattr(service, "check_disk", lambda: (_ for _ in ()).throw(Refused(507, "the disk is full")))
+            with pytest.raises(Refused, match="the disk is full"):
+                ask(service, model, 1)
+    ask(service, model, 1)
+    service._process.answer(2)
+    assert states(service, model) == [FINISHED] * 2
+
+
 def test_gaps_that_are_closed_load_no_more_models_than_there_may_be(opened):
     """Every model of which a request had waited came into memory at the same cleaning."""
     service = opened(max_adapters=2)
