@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -81,16 +82,21 @@ def test_after_a_change_of_the_page_tab_goes_on_in_it(chromium: Chromium, tmp_pa
         assert chromium.js("document.activeElement.id") == "task-search"
 
 
-def test_the_list_of_runs_can_be_left_without_a_change(chromium: Chromium, tmp_path: Path):
+@pytest.mark.parametrize(("older", "to_the_other", "chosen"), [(2, ("Tab", "Tab"), "0,1"), (1, ("Tab",), "1,0")])
+def test_the_list_of_runs_can_be_left_without_a_change(
+    chromium: Chromium, tmp_path: Path, older: int, to_the_other: tuple[str, ...], chosen: str
+):
+    """The page opens with the newer run, and it stays the first where another is compared with it."""
     for seed in (1, 2):
         made(tmp_path / f"run{seed}", seed=seed).close()
+    os.utime(tmp_path / f"run{older}" / "metrics.jsonl", (1e9, 1e9))
     page = chromium
     with served(tmp_path, follow=False) as url:
         go(page, url, "rollouts")
         page.press("Enter")
         shows(page, "rollout")
         before = page.js("location.hash")
-        for keys in (("Tab", "Tab", " ", "Escape"), ("Enter",)):
+        for keys in ((*to_the_other, " ", "Escape"), ("Enter",)):
             page.press("c")
             page.wait("document.querySelector('dialog[open]')")
             for key in keys:
@@ -99,9 +105,9 @@ def test_the_list_of_runs_can_be_left_without_a_change(chromium: Chromium, tmp_p
             assert page.js("location.hash") == before
         page.press("c")
         page.wait("document.querySelector('dialog[open]')")
-        for key in ("Tab", "Tab", " ", "Enter"):
+        for key in (*to_the_other, " ", "Enter"):
             page.press(key)
-        page.wait("new URLSearchParams(location.hash.split('?')[1]).get('runs') === '0,1'")
+        page.wait(f"new URLSearchParams(location.hash.split('?')[1]).get('runs') === '{chosen}'")
         assert page.js("new URLSearchParams(location.hash.split('?')[1]).get('id')") in before.replace(
             "%40", "@"
         ).replace("%2F", "/"), "the rollout of the first run stays"
@@ -253,7 +259,7 @@ def test_hosts_have_charts_and_a_note_is_shown_as_text(chromium: Chromium, tmp_p
         charts = dict(page.js(CHARTS))
         for title in ("CPU of the hosts", "Memory of the hosts"):
             (told,) = [value for name, value in charts.items() if name.startswith(title)]
-            assert "big-1 0.5" in told and "big-2 0.5" in told
+            assert "big-1 50.0 %" in told and "big-2 50.0 %" in told
         assert not text(page, ".note")
         assert main(["note", str(run), "<img src=x onerror=\"document.title='owned'\">", "--tag", "<b>x</b>"]) == 0
         page.wait("document.querySelector('.note')")

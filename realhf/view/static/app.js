@@ -201,11 +201,14 @@ async function openRuns() {
   $("runs").showModal();
 }
 
-/** Show the runs whose boxes are checked. What the address says of the first one stays, if it stays the first. */
+/** Show the runs whose boxes are checked, those that are shown already before the others. What the address says of the
+ * first one stays, if it stays the first. */
 function chooseRuns() {
-  const boxes = [...$("runs-list").querySelectorAll("input:checked")].map((one) => Number(one.value)).slice(0, MOST_COMPARED);
-  if ($("runs").returnValue !== "show" || !boxes.length) return;
+  const checked = [...$("runs-list").querySelectorAll("input:checked")].map((one) => Number(one.value));
+  if ($("runs").returnValue !== "show" || !checked.length) return;
   const { page, params, runs } = address();
+  const shownFirst = [...runs.filter((one) => checked.includes(one)), ...checked.filter((one) => !runs.includes(one))];
+  const boxes = shownFirst.slice(0, MOST_COMPARED);
   go(page.name, { ...(boxes[0] === runs[0] ? Object.fromEntries(params) : {}), runs: boxes.join(",") });
 }
 
