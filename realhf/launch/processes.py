@@ -189,10 +189,12 @@ def _run_once(
                     continue
                 display.show(message)
                 if message["kind"] == "endpoint":
-                    more.master, signals.deferred = message["address"], True
+                    more.master = message["address"]
                     for worker in worker_specs(plan, run_id, message["address"], key_file):
                         scheduler.start(worker)
                         supervisor.started(worker)
+                elif message["kind"] == "step":
+                    signals.deferred = True  # from now on there is something to save
                 elif message["kind"] == "stopped" and signals.requested is not None:
                     raise Interrupted(signals.requested, message["text"])
                 elif message["kind"] == "done":

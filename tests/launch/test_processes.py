@@ -456,3 +456,32 @@ def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(t
     )
     more.send(scheduler, watch, display)
     assert len(scheduler.started) == 2, "they are started once"
+
+
+@pytest.mark.parametrize("reached", [[], [{"kind": "step", "step": 1, "total": 9, "metrics": {}}]])
+def test_a_signal_asks_for_a_checkpoint_once_there_is_a_step_and_ends_the_launch_before(tmp_path, capsys, reached):
+    """A launch that waits for hosts, or loads models, has nothing to save."""
+    built = begun(tmp_path)
+    asked: list[str] = []
+    script = [{"kind": "endpoint", "address": "tcp://here:1"}, *reached]
+
+    class Signalled(ScriptedScheduler):
+        def wait(self, timeout_s):
+            if not self._script and not asked:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().wait(timeout_s)
+
+        def interrupt(self, name):
+            asked.append(name)
+            self._script.append(WorkerLine("master", '{"kind": "stopped", "text": "a checkpoint of step 1 is saved"}'))
+
+    def run(built, launch, started_at, resumption, signals):
+        scheduler = Signalled(*(WorkerLine("master", json.dumps(message)) for message in script))
+        return run_workers(built.plan(built.spec, 0.0), scheduler, QUIET, signals)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_run, "_with_display", run)
+        assert launch_run.run_to_the_end(built, [], 0.0) == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert asked == (["master"] if reached else [])
+    assert "stopped by SIGTERM" in said and ("a checkpoint of step 1 is saved" in said) == bool(reached)
