@@ -13,14 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import random
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from realhf.api.environment import TRAIN, Task
+from realhf.api.environment import TRAIN, Task, is_finite
 from realhf.api.source import SampleResult, SourceItem
 from realhf.env.loader.load import build_environment
 
@@ -152,7 +151,7 @@ class Curriculum(Generic[T]):
                 return
             if not 0.0 <= float(achieved) <= 1.0:
                 raise ValueError(f"achieved is {achieved}, not a fraction")
-            if not math.isfinite(reward):
+            if not is_finite(reward):
                 raise ValueError(f"reward is {reward}; a failed rollout is no result")
             self._episodes += 1
             self._rewards = [*self._rewards, float(reward)][-10:]

@@ -7,7 +7,6 @@ reward of 0. Source: docs/reference/environment.md 9.
 from __future__ import annotations
 
 import asyncio
-import math
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from realhf.api.environment import POLICY_FAILED, StepResult
+from realhf.api.environment import POLICY_FAILED, StepResult, is_finite
 from realhf.base import process_clock
 from realhf.base.tls import believing
 from realhf.env.openenv_client import CapacityError, ConnectError, EnvError, OpenEnvClient, failure_kind, fetch_metadata
@@ -125,8 +124,8 @@ def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
         return None, False, "missing"
     if isinstance(result, int | float):
         reward = float(result)
-        return (None, False, "not_finite") if not math.isfinite(reward) else (reward, reward >= threshold, "")
-    if not result.valid or result.reward is None or not math.isfinite(result.reward):
+        return (None, False, "not_finite") if not is_finite(reward) else (reward, reward >= threshold, "")
+    if not result.valid or result.reward is None or not is_finite(result.reward):
         return None, False, result.status
     return float(result.reward), bool(result.achieved), ""
 

@@ -35,6 +35,7 @@ from realhf.api.environment import (
     Task,
     TaskSet,
     Turn,
+    is_finite,
 )
 from realhf.api.option import option
 from realhf.base.installation import install_command, needed
@@ -345,8 +346,8 @@ class VerifiersEnvironment:
 
 def _finite(name: str, value: Any) -> float:
     number = float(value)
-    if not math.isfinite(number):
-        raise EnvironmentFailure("internal", f"{name} is {number}, not a finite number")
+    if not is_finite(number):
+        raise EnvironmentFailure("internal", f"{name} is {number}, not a finite number in fp32")
     return number
 
 

@@ -133,11 +133,17 @@ def _rows(value: Any, name: str) -> list[np.ndarray]:
             raise BadGroup(f"{name}: each sequence is one row of numbers, not {row.ndim}-dimensional")
         if row.size and row.dtype.kind not in ("iub" if integers else "iubf"):
             raise BadGroup(f"{name}: {'whole' if integers else 'finite'} numbers are due, not {row.dtype}")
-        if not integers and not np.isfinite(row).all():
+        if not integers and not _is_finite_as_sent(row):
             raise BadGroup(f"{name}: numbers must be finite")
         if row.dtype == np.uint64 and row.size and row.max() > np.iinfo(np.int64).max:
             raise BadGroup(f"{name}: numbers must fit 64 bits")
     return [row.astype(np.int64, copy=False) for row in rows] if integers else rows
+
+
+def _is_finite_as_sent(row: np.ndarray) -> bool:
+    """Return whether all numbers are finite in the type that is sent: a wider one holds what float64 cannot."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(row.astype(_FLOATS.get(row.dtype.name, "f8"), copy=False)).all())
 
 
 def _tensor(rows: list[np.ndarray], name: str) -> dict[str, Any]:

@@ -252,9 +252,9 @@ async def test_generation_is_serial_while_steps_overlap() -> None:
 
 def test_group_statistics() -> None:
     recorder = Recorder()
-    summary = record_group(recorder, "t", [1.0, 0.5, None, float("nan")])
+    summary = record_group(recorder, "t", [1.0, 0.5, None, float("nan"), 1e300])
     assert (summary.valid, summary.achieved, summary.mean, summary.std) == (2, 0.5, 0.75, 0.25)
-    assert summary.failures == {"missing": 1, "not_finite": 1} and summary.trainable
+    assert summary.failures == {"missing": 1, "not_finite": 2} and summary.trainable
     assert not record_group(recorder, "t", [0.99]).trainable
     assert record_group(recorder, "t", [RolloutFailure("timeout", "x")]).valid == 0
     assert recorder.calls == [("t", 0.5, 0.75), ("t", 1.0, 0.99), ("t", None, 0.0)]

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from realhf.aws.episode.player import checked_action, checked_reset
+from realhf.env.loader.validation import BrokenContract, checked_number
 from realhf.env.server.wire import (
     Request,
     WireError,
@@ -93,6 +94,13 @@ def test_request_id_is_echoed_in_errors_and_replies() -> None:
 def test_reward_that_json_cannot_hold_is_null(reward: float | None) -> None:
     frame = json.loads(encode_observation({"error": ""}, reward, False))
     assert frame == {"type": "observation", "data": {"observation": {"error": ""}, "reward": None, "done": False}}
+
+
+def test_reward_beyond_fp32_is_sent_so_that_the_client_names_it() -> None:
+    frame = json.loads(encode_observation({"error": ""}, 1e300, False))
+    assert frame["data"]["reward"] == 1e300
+    with pytest.raises(BrokenContract, match=r"the server's reward must be a finite number, not 1e\+300"):
+        checked_number(frame["data"]["reward"], "the server's reward")
 
 
 def test_lone_surrogates_are_sent_as_escapes() -> None:

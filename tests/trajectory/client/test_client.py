@@ -122,6 +122,7 @@ def test_arrays_keep_their_precision():
     ({"masks": None}, "masks"), ({"logprobs": [[1.0]]}, "logprobs"),
     ({"group_overrides": {"a": float("nan")}}, "group_overrides"), ({"images": object()}, "images"),
     ({"tokens": [["a"]]}, "tokens"), ({"tokens": 7}, "tokens"),
+    ({"inference_logprobs": [np.array([np.longdouble("1e400")])]}, "inference_logprobs"),
 ])  # fmt: skip
 def test_a_bad_group_is_found_before_it_is_sent(binary, changed, said):
     with pytest.raises(BadGroup, match=said):
