@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import realhf
+from realhf.base.terminal import guarded_output
 
 COMMANDS = {
     "python -m realhf.launch": "train: experiment=NAME [key=value ...], --help, --options-reference",
@@ -33,8 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
-    parser.parse_args(argv)
-    print(parser.description)
+    with guarded_output():  # a reader who has seen enough is no error
+        parser.parse_args(argv)
+        print(parser.description)
     return 0
 
 

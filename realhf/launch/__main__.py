@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import realhf
 from realhf.api.config import ConfigError, Mode
+from realhf.base.terminal import Terminal, guarded_output
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
 
@@ -22,9 +23,14 @@ ABOUT = HELP | {"--version", "--options-reference"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: done; 1: a process failed; 2: a mistake in the configuration; 130, 143: stopped."""
+    """Exit code 0: done; 1: a process failed; 2: a mistake in the configuration; 130, 143: stopped. A terminal that is
+    lost (``| head``) changes neither the run nor the exit code."""
     started_at = time.time()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    with guarded_output() as terminal:
+        return _main(sys.argv[1:] if arguments is None else list(arguments), started_at, terminal)
+
+
+def _main(arguments: Sequence[str], started_at: float, terminal: Terminal) -> int:
     try:
         if not arguments or ABOUT & set(arguments):
             print(_about(arguments))
@@ -51,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from realhf.launch.run import run_to_the_end
 
-        return run_to_the_end(built, arguments, started_at, resumption)
+        return run_to_the_end(built, arguments, started_at, resumption, terminal)
     except ConfigError as error:
         print("\n".join(f"config error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2

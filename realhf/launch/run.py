@@ -19,6 +19,7 @@ from rich.text import Text
 from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec, Launch, is_made
 from realhf.base.files import DAMAGED
+from realhf.base.terminal import Terminal
 from realhf.base.text import printable
 from realhf.dataflow.best_policy import BEST_POLICY
 from realhf.launch.build import BuiltExperiment
@@ -32,11 +33,19 @@ from realhf.monitor.summary import held_out_table
 from realhf.scheduler.base import Scheduler
 from realhf.scheduler.process import describe, orphans_adopted
 
+LAUNCHER_LOG = "launcher.log"
+"""The file in the logs of a run that says when its terminal was lost."""
+
 
 def run_to_the_end(
-    built: BuiltExperiment, arguments: Sequence[str], started_at: float, resumption: Resumption | None = None
+    built: BuiltExperiment,
+    arguments: Sequence[str],
+    started_at: float,
+    resumption: Resumption | None = None,
+    terminal: Terminal | None = None,
 ) -> int:
-    """The exit code. Whatever happens, no process of the run is left. ``resumption``: what the run goes on from."""
+    """The exit code. Whatever happens, no process of the run is left. ``resumption``: what the run goes on from.
+    ``terminal``: where the run is shown; its loss is noted in the logs of the run."""
     launch = _launch(built, arguments, started_at, resumption)
     config, named = built.config, any(text.startswith("trial_name=") for text in arguments)
     signals = StopSignals()
@@ -47,6 +56,8 @@ def run_to_the_end(
                 for path in list(removable(built.spec.run_dir)):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
             check_kinds(built.spec.run_dir)
+            if terminal is not None:
+                terminal.on_loss(lambda reason: _note_loss(built.spec.run_dir, reason))
             if resumption is None:  # one that goes on keeps its configuration until its master has found from where
                 record_launch(built.spec.run_dir, launch, 0)
             if go_on:
@@ -62,6 +73,15 @@ def run_to_the_end(
         return _say_error(describe(error), 1, go_on)
     _say_results(summary, built.spec.run_dir)
     return 0
+
+
+def _note_loss(run_dir: Path, reason: str) -> None:
+    """Write down in the logs that nobody sees the run any more."""
+    log = run_dir / "logs" / LAUNCHER_LOG
+    with contextlib.suppress(OSError):  # a disk that is full may be the reason
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{datetime.now().astimezone().isoformat()} {reason}; the run goes on without it\n")
 
 
 def _launch(

@@ -237,6 +237,22 @@ def test_a_finite_source_ends_with_evaluation_checkpoint_and_export(ended):
 
 
 @pytest.mark.nightly
+def test_a_run_goes_on_when_its_terminal_is_gone(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            command(tmp_path, "experiment_name=toy"), stdout=writer, stderr=subprocess.PIPE, timeout=300, check=False
+        )
+    finally:
+        os.close(writer)
+    run = tmp_path / "toy" / "t"
+    assert done.returncode == 0, done.stderr
+    assert losses(run) and (run / "summary.json").exists()
+    assert "stdout is lost: Broken pipe" in (run / "logs" / "launcher.log").read_text()
+
+
+@pytest.mark.nightly
 def test_two_launchers_cannot_share_a_run_folder_and_ctrl_c_ends_the_first(slow):
     process, workers, root = slow
     second = launch(root, "experiment_name=slow")
