@@ -43,7 +43,7 @@ from realhf.api.trace import WEIGHTS
 from realhf.backends.training.tokenizer_loading import check_same_tokens
 from realhf.base.host_resources import usable_cores
 from realhf.base.loopback import is_loopback_host
-from realhf.base.process import settle
+from realhf.base.process import keep_this_process, settle
 from realhf.data.stream_dataset import StreamHost
 from realhf.dataflow.model_host import Handler, ModelHost, call_interfaces
 from realhf.dataflow.served_generation import ServedEngine, ServedGeneration
@@ -306,6 +306,7 @@ def main() -> int:
 
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         allow_many_connections()
+        keep_this_process()  # episodes run on other threads; one that exits must be a failure with a name
         ModelWorker(plan, args.index, args.run_id, args.master, network_of(plan, args)).run()
 
     return run_planned(str(__doc__), work)

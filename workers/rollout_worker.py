@@ -23,7 +23,7 @@ from realhf.api.sample import MicroBatchSpec
 from realhf.backends.training.tokenizer_loading import check_context, load_tokenizer
 from realhf.base.event_loops import new_event_loop
 from realhf.base.loop_thread import LoopWatch
-from realhf.base.process import settle
+from realhf.base.process import keep_this_process, settle
 from realhf.base.tls import with_certificate
 from realhf.env.loader.load import build_environment
 from realhf.monitor.rollouts.writer import open_rollouts
@@ -228,6 +228,7 @@ def main() -> int:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
         settle()
+        keep_this_process()  # episodes run on other threads; one that exits must be a failure with a name
         allow_many_connections()  # to every rank of the trainer, among others
         network = network_of(plan, args)
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network).run()

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from realhf.base import process_clock
 
@@ -103,3 +107,16 @@ def settle() -> None:
     """Leave out of every later collection what is there now, and collect as usual from here on."""
     gc.freeze()
     gc.set_threshold(*_USUAL)
+
+
+def keep_this_process() -> None:
+    """Have ``os._exit`` in a thread that runs foreign code end the call it is in, and not the process with all
+    episodes. It raises SystemExit there; the main thread and forked children end as before."""
+    # No closure: a pool of processes pickles the function when it is asked to run it.
+    os._exit = partial(_exit_elsewhere, os._exit, os.getpid())  # type: ignore[assignment]
+
+
+def _exit_elsewhere(leave: Callable[[int], NoReturn], keeper: int, status: int) -> NoReturn:
+    if os.getpid() == keeper and threading.current_thread() is not threading.main_thread():
+        raise SystemExit(f"os._exit({status}) would end its process with all sessions")
+    leave(status)

@@ -406,6 +406,8 @@ class Supervisor:
         self._errors: Counter[str] = Counter()
         self._quick: Counter[str] = Counter()
         self._running: set[str] = set()
+        self._left: set[str] = set()
+        """Workers that have said good-bye to the master, whose end is no error."""
         self._joining: dict[str, float] = {}
         self._doomed: dict[str, tuple[float, Sentence]] = {}
         self.restarts: Counter[str] = Counter()
@@ -414,6 +416,7 @@ class Supervisor:
         """A worker is running."""
         self._specs[spec.name] = (spec, process_clock.now())
         self._running.add(spec.name)
+        self._left.discard(spec.name)
         self._joining[spec.name] = process_clock.now() + self._join_s
 
     def begins(self, name: str) -> None:
@@ -431,6 +434,7 @@ class Supervisor:
         elif message["kind"] == "lost":
             wait_s, cause = 0.0, f"killed: {message['reason']}"
             if message["left"]:
+                self._left.add(message["name"])
                 wait_s, cause = LEAVE_S, f"killed: it had left the run {LEAVE_S:g} s before and did not end"
             sentence = Sentence(message["name"], cause, message["pid"], message["started"])
             self._doomed[sentence.name] = process_clock.now() + wait_s, sentence
@@ -463,7 +467,8 @@ class Supervisor:
         if not self._replaces or kind not in RESTARTABLE or exit_.name not in self._specs:
             return None
         spec, since = self._specs[exit_.name]
-        self._errors[exit_.name] += exit_.exit_code > 0
+        # An early exit with code 0 is an error, too: code of an environment may end its process so.
+        self._errors[exit_.name] += exit_.exit_code > 0 or (exit_.exit_code == 0 and exit_.name not in self._left)
         quick = process_clock.now() - since < QUICK_S
         self._quick[exit_.name] = self._quick[exit_.name] + 1 if quick else 0
         if self._errors[exit_.name] > MAX_ERRORS or self._quick[exit_.name] > MAX_QUICK_DEATHS:

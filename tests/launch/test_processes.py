@@ -278,17 +278,27 @@ def test_one_that_dies_at_once_again_and_again_is_not(clock):
     assert watch.successor(end("generation/1")) is not None, "each is counted for itself"
 
 
-def test_one_that_fails_by_itself_may_do_so_a_few_times(clock):
+@pytest.mark.parametrize("code", [0, 1])
+def test_one_that_fails_by_itself_may_do_so_a_few_times(clock, code):
     watch = supervisor("rollout_worker/0")
     for _ in range(MAX_ERRORS):
         clock.now += 2 * QUICK_S
-        assert watch.successor(end("rollout_worker/0", 1)) is not None
+        assert watch.successor(end("rollout_worker/0", code)) is not None
         watch.started(spec("rollout_worker/0"))
     clock.now += 2 * QUICK_S
     assert watch.successor(end("rollout_worker/0")) is not None, "being killed is no error"
     watch.started(spec("rollout_worker/0"))
     clock.now += 2 * QUICK_S
-    assert watch.successor(end("rollout_worker/0", 1)) is None
+    assert watch.successor(end("rollout_worker/0", code)) is None
+
+
+def test_one_that_has_said_good_bye_ends_without_an_error(clock):
+    watch = supervisor("generation/0")
+    for _ in range(2 * MAX_ERRORS):
+        clock.now += 2 * QUICK_S
+        watch.told({"kind": "lost", "name": "generation/0", "pid": 1, "started": 1, "reason": "it left", "left": True})
+        assert watch.successor(end("generation/0", 0)) is not None
+        watch.started(spec("generation/0"))
 
 
 def test_one_that_is_given_up_ends_the_run_only_when_no_other_of_its_kind_is_left(clock):

@@ -19,11 +19,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from realhf.base.process import keep_this_process
 from realhf.env.containment.fork_server import serve_forks
 from realhf.env.containment.frames import frame, read_frame
 from realhf.env.loader.load import build_environment
 from realhf.env.server.spec.player import Host, SpecPlayer
-from realhf.env.server.spec.slots import keep_this_process, told
+from realhf.env.server.spec.slots import told
 from realhf.env.server.wire import WireError
 
 FIRST, STUCK, OPEN, KILL = "facts", "stuck", "open", "kill"

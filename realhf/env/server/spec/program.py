@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from realhf.base.process import keep_this_process
 from realhf.env.loader.load import build_environment, parse_options
 from realhf.env.server.config import ConfigError, ServerConfig, setting
 from realhf.env.server.interfaces import Player, ServedEnvironment
 from realhf.env.server.spec.messages import SpecAction, SpecObservation, SpecState, checked_action, checked_reset
 from realhf.env.server.spec.player import Facts, Host, SpecPlayer
 from realhf.env.server.spec.processes import Processes, ProcessPlayer
-from realhf.env.server.spec.slots import Places, keep_this_process
+from realhf.env.server.spec.slots import Places
 from realhf.registry import environments
 
 

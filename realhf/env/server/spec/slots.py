@@ -14,8 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
-from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from realhf.api.environment import Environment, EnvironmentFailure
 from realhf.base import event_loops
@@ -137,18 +136,6 @@ class Place:
         finally:
             if os.getpid() != server:  # the environment forked, and its child must not serve in the server's place
                 os._exit(1)
-
-
-def keep_this_process() -> None:
-    """Have ``os._exit`` in a thread of an environment end the call it is in, and not the process with all sessions."""
-    # No closure: a pool of processes pickles the function when it is asked to run it.
-    os._exit = partial(_exit_elsewhere, os._exit, os.getpid())  # type: ignore[assignment]
-
-
-def _exit_elsewhere(leave: Callable[[int], NoReturn], server: int, status: int) -> NoReturn:
-    if os.getpid() == server and threading.current_thread() is not threading.main_thread():
-        raise SystemExit(f"os._exit({status}) would end its process with all sessions")
-    leave(status)
 
 
 async def _within(name: str, what: str, work: Awaitable[T], timeout_s: float) -> T:
