@@ -119,7 +119,10 @@ def _is_number(value: Any) -> bool:
 class RunLog:
     """Writes what a run reports, opened at ``completed_steps`` (0: a fresh start); what a killed run wrote after that
     is dropped, so that every step is in ``metrics.jsonl`` once. ``tracer`` marks the end of every step in the master's
-    trace; ``evaluation`` says which split is evaluated."""
+    trace; ``evaluation`` says which split is evaluated.
+
+    No rows are kept in memory: the summary reads the file, and the run says which steps it finds no rows of. A row that
+    cannot be written ends the run with an OSError."""
 
     def __init__(
         self,
@@ -139,10 +142,11 @@ class RunLog:
         if completed_steps and not os.path.lexists(run_dir / EVALUATIONS_FILE):
             self._warn(f"{run_dir / EVALUATIONS_FILE} is gone: the run goes on without the evaluations of before")
         self.evaluations = Evaluations(run_dir, self._warn)
-        self.rows = self._rows_until(completed_steps)
+        self._began = self._last = completed_steps
+        rows = self._rows_until(completed_steps)
         self.evaluations.forget_after(completed_steps if completed_steps else -1)
-        write_whole(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in self.rows))
-        past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in self.rows]
+        write_whole(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
+        past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
         past += [(step, evaluation_metrics(report, self._split)) for step, report in self.evaluations.all()]
         self._trackers = TrackerStream(
             run_dir,
@@ -176,16 +180,40 @@ class RunLog:
     def step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
         """Record a finished step, counted from 1, with the transcripts sampled from it."""
         self._tracer.instant(STEP, step=step)
-        row = {"step": step, **metrics}
-        self.rows.append(row)
-        with (self._run_dir / METRICS_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        self._last = step
+        self._write_row({"step": step, **metrics})
         self._trackers.metrics(step, metrics)
         if episodes:
             append_episodes(self._run_dir, step, episodes)
             if step == 1 or (self._told_every and step % self._told_every == 0):
                 self._trackers.rollouts(step, episodes)
         self._events.emit("step", step=step, total=self._total, metrics=metrics)
+
+    def _write_row(self, row: Mapping[str, Any]) -> None:
+        """Append a row to the metrics file, whole or not at all. Raises OSError."""
+        path = self._run_dir / METRICS_FILE
+        with path.open("ab", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            line = json.dumps(row).encode() + b"\n"
+            written = 0
+            try:
+                while written < len(line):
+                    written += file.write(line[written:]) or 0
+            except OSError as error:
+                file.truncate(end)  # half a row would spoil the next one
+                error.filename = error.filename or str(path)
+                raise
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Read the rows of all steps, and warn of steps of this process that have none."""
+        rows = read_metrics(self._run_dir)
+        missing = sorted(set(range(self._began + 1, self._last + 1)) - {row["step"] for row in rows})
+        if missing:
+            self._warn(
+                f"the rows of {_numbers(missing)} are lost: {self._run_dir / METRICS_FILE} was changed during the run, "
+                "or they are no numbers; the summary goes without them"
+            )
+        return rows
 
     def skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
         """Record a step whose update was left out because loss or gradient was not finite."""
@@ -217,8 +245,8 @@ class RunLog:
     ) -> dict[str, Any]:
         """Write ``summary.json`` and ``trace.json``; return the summary. ``best``: the figures of the policy that is
         kept as the best."""
-        rows = self.rows
-        last = rows[-1]["step"] if rows else 0
+        rows = self._rows()
+        last = max(self._last, rows[-1]["step"] if rows else 0)
         summary = build_summary(
             rows,
             self.evaluations.at(0),

@@ -458,21 +458,22 @@ class TrackerStream:
         """Send numbers of a step; those that are not finite are left out."""
         found = finite(values)
         for lane in self._lanes:
-            lane.put(lambda tracker: tracker.metrics(step, found))
+            lane.put(lambda tracker: tracker.metrics(step, found), step)
         self.poll()
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
         """Send transcripts of a step."""
         kept = list(texts)
         for lane in self._lanes if kept else ():
-            lane.put(lambda tracker: tracker.rollouts(step, kept))
+            lane.put(lambda tracker: tracker.rollouts(step, kept), step)
         self.poll()
 
     def poll(self) -> None:
         """Tell of trackers that have failed since the last call."""
         for lane in [lane for lane in self._lanes if lane.problem]:
             self._lanes.remove(lane)
-            self._warn(f"monitor.trackers: {lane.name} is left out from now on: {lane.problem}")
+            lost = "" if lane.step is None else f"; it lacks what came from step {lane.step} on"
+            self._warn(f"monitor.trackers: {lane.name} is left out from now on: {lane.problem}{lost}")
 
     def close(self, *, failed: bool = False) -> None:
         """Let every tracker send what is left, for at most ``CLOSE_S`` together."""
@@ -491,15 +492,17 @@ class _TrackerThread:
 
     def __init__(self, name: str, open_tracker: Open, facts: RunInfo) -> None:
         self.name, self.problem = name, ""
-        self._waiting: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(MOST_WAITING)
+        self.step: int | None = facts.first_step
+        """Step of the entry in work, which is the first one that is lost when the tracker fails; None at its end."""
+        self._waiting: queue.Queue[tuple[int | None, Callable[[Tracker], None] | None]] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(
             target=self._work, args=(open_tracker, facts), name=f"tracker {name}", daemon=True
         )
         self._thread.start()
 
-    def put(self, entry: Callable[[Tracker], None] | None) -> None:
+    def put(self, entry: Callable[[Tracker], None] | None, step: int | None = None) -> None:
         try:
-            self._waiting.put_nowait(entry)
+            self._waiting.put_nowait((step, entry))
         except queue.Full:
             self.problem = self.problem or f"it is {MOST_WAITING} entries behind"
 
@@ -511,7 +514,11 @@ class _TrackerThread:
     def _work(self, open_tracker: Open, facts: RunInfo) -> None:
         try:
             tracker = open_tracker(facts)
-            while not self.problem and (entry := self._waiting.get()) is not None:
+            while not self.problem:
+                step, entry = self._waiting.get()
+                self.step = step
+                if entry is None:
+                    return
                 entry(tracker)
         except BaseException as error:  # whatever a foreign package raises, SystemExit included, concerns it alone
             self.problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+import os
+import resource
+import signal
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -178,6 +183,61 @@ def test_lines_stand_behind_the_seconds_of_the_run(monkeypatch):
     monkeypatch.setattr(process_clock, "now", lambda: time.monotonic() - 1000.0)
     display.show({"kind": "phase", "text": "goes on"})
     assert 0 <= float(console.file.getvalue().split()[0]) < 1000
+
+
+def test_a_run_log_holds_no_rows_in_memory(tmp_path: Path):
+    with Path(os.devnull).open("w") as nowhere:
+        log = RunLog(tmp_path, quiet(), EventStream(nowhere), completed_steps=0, total_steps=60)
+        grown = bytes_of_a_step(log)
+        assert grown < 500, "one row takes several thousand"
+        assert log.finish(wall_seconds=5.0, train_calls=[])["steps"] == 60
+
+
+def bytes_of_a_step(log: RunLog) -> float:
+    """Return by how many bytes the memory of this process grows with a step, over 40 steps."""
+    tracemalloc.start()
+    before = 0
+    try:
+        for step in range(1, 61):
+            log.step(step, {f"metric/{number}": number / step for number in range(40)}, [])
+            if step == 20:
+                gc.collect()
+                before = tracemalloc.get_traced_memory()[0]
+        gc.collect()
+        return (tracemalloc.get_traced_memory()[0] - before) / 40
+    finally:
+        tracemalloc.stop()
+
+
+def test_lost_rows_are_named_at_the_end_of_the_run(tmp_path: Path):
+    stream = io.StringIO()
+    log = RunLog(tmp_path, quiet(), EventStream(stream), completed_steps=0, total_steps=3)
+    for step in (1, 2, 3):
+        log.step(step, {**ROW, "step": step}, [])
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[2:]))
+    assert log.finish(wall_seconds=5.0, train_calls=["actor_train"])["steps"] == 3
+    events = [parse_event(line) or {} for line in stream.getvalue().splitlines()]
+    warnings = [event["text"] for event in events if event["kind"] == "warning"]
+    assert len(warnings) == 1 and warnings[0].startswith("the rows of 2 steps: 1, 2 are lost")
+
+
+def test_a_row_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path):
+    log = RunLog(tmp_path, quiet(), EventStream(io.StringIO()), completed_steps=0, total_steps=3)
+    log.step(1, {**ROW, "step": 1}, [])
+    path = tmp_path / "metrics.jsonl"
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 7, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            log.step(2, {**ROW, "step": 2}, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert raised.value.filename == str(path)
+    assert path.read_bytes() == before
 
 
 def test_displays_show_the_figures():
