@@ -653,7 +653,7 @@ def main() -> int:
             runner.get_loop().add_signal_handler(signal.SIGINT, master.request_stop)
             runner.run(master.run())
 
-    return run_guarded(work)
+    return run_guarded(work, args.run_dir)
 
 
 if __name__ == "__main__":

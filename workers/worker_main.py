@@ -95,4 +95,4 @@ def run_planned(
             load_plugin(plugin)
         work(plan, arguments)
 
-    return run_guarded(begin)
+    return run_guarded(begin, arguments.run_dir)

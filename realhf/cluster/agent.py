@@ -45,7 +45,7 @@ from realhf.cluster.own_host import describe, fingerprint
 from realhf.cluster.placement import ClusterError
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler, PreparedWorkers
-from realhf.scheduler.process import log_end
+from realhf.scheduler.process import FATAL, fatal_line, log_end
 from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
@@ -392,6 +392,9 @@ class HostAgent:
             self._doomed.pop(event.name, None)
             self._logs.pop(event.name, None)
             tail = log_end(event.log, event.log_from, TAIL_BYTES)
+            if event.words and not fatal_line(tail):  # the disk of the log is full
+                words = f"\n{FATAL}{event.words}\n".encode()
+                tail = tail[len(words) - TAIL_BYTES :] + words
             _log.info("%s has ended: %s", event.name, event.reason)
             ended = Exited(event.name, event.exit_code, str(event.log), event.log_from, tail, event.cause[:4000])
             self._send(socket, "exited", ended)

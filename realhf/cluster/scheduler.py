@@ -59,7 +59,7 @@ from realhf.scheduler.base import (
     WorkersWanted,
 )
 from realhf.scheduler.local import LocalScheduler
-from realhf.scheduler.process import failure_cause
+from realhf.scheduler.process import failure_cause, fatal_line
 from realhf.transport.sockets import allow_many_connections
 
 JOB, MASTER = "job", "master"
@@ -524,21 +524,22 @@ def _exit(message: Exited | NotStarted, running: Running, host: Host) -> WorkerE
     if isinstance(message, NotStarted):
         return WorkerExit(message.name, 1, log, _size(log), f"host {host.hello.name} cannot start it: {message.reason}")
     cause = f"removed with its host {host.hello.name}" if host.leaving else message.cause
+    words = fatal_line(message.tail)
     if host.shared:
-        return WorkerExit(message.name, message.exit_code, log, message.log_from, cause)
+        return WorkerExit(message.name, message.exit_code, log, message.log_from, cause, words)
     start, end = _size(log), b"" if message.tail.endswith(b"\n") else b"\n"
     with contextlib.suppress(OSError):  # a full disk must not end the run
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             file.write(f"[end of {message.log} on host {host.hello.name}]\n".encode() + message.tail + end)
-    return WorkerExit(message.name, message.exit_code, log, start, cause)
+    return WorkerExit(message.name, message.exit_code, log, start, cause, words)
 
 
 def _why(ended: WorkerExit, message: Exited | NotStarted) -> str:
     """Return in one line why a worker has failed."""
     if isinstance(message, NotStarted):
         return f"cannot be started there: {message.reason}"
-    cause = failure_cause(ended.log, ended.log_from) if ended.exit_code > 0 else None
+    cause = failure_cause(ended.log, ended.log_from, ended.words) if ended.exit_code > 0 else None
     return f"has ended there at once: {cause or ended.reason}"
 
 

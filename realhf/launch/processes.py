@@ -261,7 +261,7 @@ def _replace(
 def failure_message(exit_: WorkerExit) -> str:
     """One line about the cause, and for a process that could not speak the last lines of its log."""
     where = f"(log: {exit_.log})"
-    cause = failure_cause(exit_.log, exit_.log_from) if exit_.exit_code > 0 else None
+    cause = failure_cause(exit_.log, exit_.log_from, exit_.words) if exit_.exit_code > 0 else None
     kind = exit_.name.partition("/")[0]
     section = SECTIONS.get(kind)
     if cause and section:  # flags of a server (--pool-size) by the names they have here (env.pool_size)
@@ -281,7 +281,9 @@ def _peaceful(exit_: WorkerExit) -> bool:
 
 def _may_be_the_master(exit_: WorkerExit) -> bool:
     """Return whether a worker ended because of its master, as far as itself can tell."""
-    cause = failure_cause(exit_.log, exit_.log_from) if exit_.exit_code > 0 and exit_.name != MASTER else None
+    cause = (
+        failure_cause(exit_.log, exit_.log_from, exit_.words) if exit_.exit_code > 0 and exit_.name != MASTER else None
+    )
     return _peaceful(exit_) or (cause is not None and LOST_MASTER in cause)
 
 

@@ -70,7 +70,7 @@ def run_to_the_end(
     except LaunchError as error:
         return _say_error(str(error), 1, go_on)
     except OSError as error:
-        return _say_error(describe(error), 1, go_on)
+        return _say_error(describe(error, built.spec.run_dir), 1, go_on)
     _say_results(summary, built.spec.run_dir)
     return 0
 

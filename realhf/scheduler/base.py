@@ -41,13 +41,15 @@ class WorkerLine:
 class WorkerExit:
     """Reports the end of a worker. ``exit_code`` is negative for a signal, as in ``subprocess``. What the worker wrote
     begins at byte ``log_from`` of ``log``, after what earlier workers of the same name wrote. ``cause`` is what the
-    scheduler knows of it beside that, e.g. that its host was lost."""
+    scheduler knows of it beside that, e.g. that its host was lost. ``words`` is why the worker failed as
+    it says itself, if it could leave that beside its log, which may be on a full disk."""
 
     name: str
     exit_code: int
     log: Path
     log_from: int = 0
     cause: str = ""
+    words: str = ""
 
     @property
     def reason(self) -> str:

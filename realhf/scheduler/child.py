@@ -9,27 +9,34 @@ than a second of CPU, for nothing.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import runpy
 import sys
 
 from realhf.base.process import collect_rarely, step_back
-from realhf.scheduler.process import die_with_parent
+from realhf.scheduler.process import LAST_WORDS, die_with_parent, keep_last_words, leave_last_words
 
 
 def leave(code: object) -> None:
     """End the process with the exit code of ``sys.exit(code)``, without taking down the interpreter."""
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+        leave_last_words(str(code))
+    with contextlib.suppress(OSError):  # the disk of the log may be full
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+        sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
 
 
 if __name__ == "__main__":
     parent_pid, niceness, module = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     die_with_parent(parent_pid)
+    if words := os.environ.pop(LAST_WORDS, ""):
+        keep_last_words(int(words))
     step_back(niceness)
     collect_rarely()
     sys.argv = [module, *sys.argv[4:]]

@@ -27,6 +27,7 @@ from realhf.base.process import start_time
 from realhf.env.containment.fork_server import ForkServer
 from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.gpus import VISIBLE, with_one_gpu
+from realhf.scheduler.process import LAST_WORDS, make_last_words, read_last_words
 
 WANT_OF_MEMORY = "killed by the kernel for want of memory"
 """Begins the cause of such an end."""
@@ -160,17 +161,25 @@ class PreparedWorkers:
         return False
 
     def fork(
-        self, module: str, argv: Sequence[str], log: int, *, niceness: int, environment: Mapping[str, str], lines: bool
+        self,
+        module: str,
+        argv: Sequence[str],
+        log: int,
+        words: int,
+        *,
+        niceness: int,
+        environment: Mapping[str, str],
+        lines: bool,
     ) -> ForkedWorker | None:
         """Start ``python -m module *argv`` with these changes of its environment; its standard error, and its output
-        too unless ``lines`` is set, go to the descriptor ``log``. None when there is no prepared process, and it
-        has to be started otherwise."""
+        too unless ``lines`` is set, go to the descriptor ``log``, and its last words to ``words``. None when
+        there is no prepared process, and it has to be started otherwise."""
         if self.importing() or self._server is None or not self._server.alive():
             return None
         request = {"module": module, "argv": [*argv], "niceness": niceness, "environment": dict(environment)}
         read, write = os.pipe() if lines else (-1, log)
         try:
-            forked = self._server.fork(request, [write, log], module, FORKED_WITHIN_S)
+            forked = self._server.fork(request, [write, log, words], module, FORKED_WITHIN_S)
             if forked.pid < 0:
                 os.close(forked.pidfd)
                 raise ProcessLookupError(f"{module} has ended already")
@@ -202,6 +211,8 @@ class _Child:
     pidfd: int
     log: IO[bytes]
     log_from: int
+    words: int
+    """The descriptor of its last words, see ``make_last_words``; -1 once it is closed."""
     partial: bytes = b""
     cause: str = ""
     relatives: set[psutil.Process] = field(default_factory=set)
@@ -241,20 +252,28 @@ class LocalScheduler:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         log = spec.log.open("ab")
         log_from = log.tell()
-        process = self._forked(spec, log, environment) or _started(spec, log, environment)
-        child = _Child(spec, process, os.pidfd_open(process.pid), log, log_from)
+        words = make_last_words()
+        try:
+            process = self._forked(spec, log, words, environment) or _started(spec, log, words, environment)
+        except BaseException:
+            os.close(words)
+            log.close()
+            raise
+        child = _Child(spec, process, os.pidfd_open(process.pid), log, log_from, words)
         self._children[spec.name] = child
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
         if child.lines is not None:
             os.set_blocking(child.lines, False)
             self._selector.register(child.lines, selectors.EVENT_READ, child)
 
-    def _forked(self, spec: WorkerSpec, log: IO[bytes], environment: dict[str, str] | None) -> ForkedWorker | None:
+    def _forked(
+        self, spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, str] | None
+    ) -> ForkedWorker | None:
         if self._prepared is None:
             return None
         changes = {VISIBLE: environment[VISIBLE]} if environment is not None else {}
         return self._prepared.fork(
-            spec.module, spec.argv, log.fileno(), niceness=spec.niceness, environment=changes, lines=spec.events
+            spec.module, spec.argv, log.fileno(), words, niceness=spec.niceness, environment=changes, lines=spec.events
         )
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
@@ -381,11 +400,12 @@ class LocalScheduler:
     def _reap(self, child: _Child) -> WorkerExit:
         peak_bytes = _peak_bytes(child.process)
         exit_code = child.process.wait(_KILL_DEADLINE_S)
+        words = read_last_words(child.words)
         self._forget(child)
         cause = ""
         if exit_code == -signal.SIGKILL:
             cause = child.cause or self._memory_kills.cause(peak_bytes)
-        return WorkerExit(child.spec.name, exit_code, child.spec.log, child.log_from, cause)
+        return WorkerExit(child.spec.name, exit_code, child.spec.log, child.log_from, cause, words)
 
     def _forget(self, child: _Child) -> None:
         """Close the descriptors and the log of a child that has ended."""
@@ -396,13 +416,18 @@ class LocalScheduler:
         if child.pidfd >= 0:
             os.close(child.pidfd)
             child.pidfd = -1
+        if child.words >= 0:
+            os.close(child.words)
+            child.words = -1
         child.log.close()
         if child.process.stdout and child.process.returncode is not None:
             child.process.stdout.close()
             child.process.stdout = None
 
 
-def _started(spec: WorkerSpec, log: IO[bytes], environment: dict[str, str] | None) -> subprocess.Popen[bytes]:
+def _started(
+    spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, str] | None
+) -> subprocess.Popen[bytes]:
     start = [str(os.getpid()), str(spec.niceness), spec.module, *spec.argv]
     return subprocess.Popen(
         [sys.executable, "-m", "realhf.scheduler.child", *start],
@@ -410,7 +435,8 @@ def _started(spec: WorkerSpec, log: IO[bytes], environment: dict[str, str] | Non
         stdout=subprocess.PIPE if spec.events else log,
         stderr=log,
         start_new_session=True,
-        env=environment,
+        pass_fds=[words],
+        env={**(os.environ if environment is None else environment), LAST_WORDS: str(words)},
     )
 
 

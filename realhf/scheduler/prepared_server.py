@@ -7,6 +7,7 @@ It is the zygote of ``PreparedWorkers``. Its owner adopts orphans and is the par
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import logging
@@ -23,7 +24,7 @@ from typing import Any
 from realhf.base.process import collect_rarely, step_back
 from realhf.env.containment.fork_server import serve_forks
 from realhf.scheduler.child import leave
-from realhf.scheduler.process import die_with_parent
+from realhf.scheduler.process import die_with_parent, keep_last_words
 
 _log = logging.getLogger(__name__)
 
@@ -42,10 +43,11 @@ def prepare(modules: Sequence[str]) -> None:
 
 
 def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
-    """Be a worker, in the forked process; the descriptors are those of its standard output and its log. Does not
-    return."""
+    """Be a worker, in the forked process; the descriptors are those of its standard output, its log and its last
+    words. Does not return."""
     code: object = 1
     try:
+        keep_last_words(descriptors.pop())
         for target, descriptor in enumerate(descriptors, 1):
             os.dup2(descriptor, target)
             os.close(descriptor)
@@ -61,7 +63,8 @@ def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
     except SystemExit as end:
         code = end.code
     except BaseException:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            traceback.print_exc()
     finally:
         leave(code)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import signal
 import sys
@@ -60,25 +61,68 @@ class WorkerStopped(SystemExit):
     """Is raised when SIGTERM arrives, so that the process leaves through every ``finally``."""
 
 
-def run_guarded(work: Callable[[], None]) -> int:
+LAST_WORDS = "REALHF_LAST_WORDS"
+"""The environment variable that names the descriptor of ``make_last_words`` to a process that is started."""
+LAST_WORDS_BYTES = 4096
+_last_words = -1
+
+
+def make_last_words() -> int:
+    """Return the descriptor of a file in memory, of ``LAST_WORDS_BYTES`` bytes, in which a worker leaves why it fails:
+    the disk of its log may be full. Raises OSError."""
+    words = os.memfd_create("last-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(words, LAST_WORDS_BYTES)
+        # A worker must not be able to use it for more.
+        fcntl.fcntl(words, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(words)
+        raise
+    return words
+
+
+def keep_last_words(descriptor: int) -> None:
+    """Let ``leave_last_words`` of this process write to a descriptor, which no process that it starts inherits."""
+    global _last_words
+    os.set_inheritable(descriptor, False)
+    _last_words = descriptor
+
+
+def leave_last_words(text: str) -> None:
+    """Leave why this process fails to the one that has started it, if that one listens. Never raises OSError."""
+    if _last_words >= 0:
+        with contextlib.suppress(OSError):
+            os.pwrite(_last_words, text.encode("utf-8", "replace")[:LAST_WORDS_BYTES], 0)
+
+
+def read_last_words(descriptor: int) -> str:
+    """Return what a worker has left in its ``make_last_words``; "" for nothing."""
+    return os.pread(descriptor, LAST_WORDS_BYTES, 0).rstrip(b"\0").decode("utf-8", "replace")
+
+
+def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
     """Run a worker's main function and return the exit code of the process. SIGTERM unwinds it (exit code 143), for at
-    most ``STOP_WITHIN_S`` seconds."""
+    most ``STOP_WITHIN_S`` seconds. ``folder`` is where it writes."""
     signal.signal(signal.SIGTERM, _stop)
     try:
         work()
     except WorkerStopped as stop:
         return int(stop.code or 0)
     except Exception as error:
-        traceback.print_exc()
-        print(FATAL + describe(error), file=sys.stderr, flush=True)
+        leave_last_words(describe(error, folder))
+        with contextlib.suppress(OSError):  # the log may be on the disk that is full
+            traceback.print_exc()
+            print(FATAL + describe(error, folder), file=sys.stderr, flush=True)
         return 1
     return 0
 
 
-def describe(error: BaseException) -> str:
-    """Return the cause of an error in one line, without a traceback."""
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return f"no space left on the device of {error.filename or 'fileroot'}; free some, then run again"
+def describe(error: BaseException, folder: Path | None = None) -> str:
+    """Return the cause of an error in one line, without a traceback. ``folder``: where the process writes, for an error
+    that names no file."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "no space left on the device" if error.errno == errno.ENOSPC else "no quota left on the disk"
+        return f"{what} of {error.filename or folder or 'fileroot'}; free some, then run again"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"port taken: {error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -89,12 +133,20 @@ def describe(error: BaseException) -> str:
     return lines[0] if speaks else f"{type(error).__name__}: {lines[0]}"
 
 
-def failure_cause(log: Path, since: int = 0) -> str | None:
-    """Return why a worker failed: the line that ``run_guarded`` left in its log from byte ``since`` on, or else the
-    last line there; None for an empty log."""
+def failure_cause(log: Path, since: int = 0, words: str = "") -> str | None:
+    """Return why a worker failed: the line that ``run_guarded`` left in its log from byte ``since`` on, or else its
+    last ``words``, or else the last line there; None without any."""
     lines = [line for line in log_tail(log, 400, since) if line.strip()]
     marked = [line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)]
-    return marked[-1] if marked else lines[-1].strip() if lines else None
+    if marked:
+        return marked[-1]
+    return words or (lines[-1].strip() if lines else None)
+
+
+def fatal_line(tail: bytes) -> str:
+    """Return why a worker failed, out of the end of its log; "" where ``run_guarded`` left no line there."""
+    lines = tail.decode("utf-8", "replace").splitlines()
+    return next((line.removeprefix(FATAL) for line in reversed(lines) if line.startswith(FATAL)), "")
 
 
 def log_tail(log: Path, n_lines: int, since: int = 0) -> list[str]:

@@ -24,7 +24,8 @@ from realhf.cluster.messages import (
     unpacked,
 )
 from realhf.cluster.placement import ClusterError
-from realhf.scheduler.base import WorkerSpec
+from realhf.scheduler.base import WorkerExit, WorkerSpec
+from realhf.scheduler.process import fatal_line
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import ProtocolError
 from tests.cluster.key_ring import KeyRing
@@ -157,3 +158,15 @@ def test_workers_wait_for_imports_and_one_that_is_not_wanted_any_more_never_star
     agent._start_waiting(wire)  # pyright: ignore
     agent._start_waiting(wire)  # pyright: ignore
     assert started == ["rollout_worker/0"]
+
+
+@pytest.mark.parametrize("logged", [b"", b"a line\n" * TAIL_BYTES, b"FATAL: the cause\n"])
+def test_the_cause_that_a_full_disk_kept_out_of_the_log_is_sent_with_its_end(tmp_path: Path, logged: bytes):
+    agent, wire = HostAgent("tcp://127.0.0.1:1", KeyRing(tmp_path / "key").of("a"), "a", tmp_path), Wire()
+    log = tmp_path / "log"
+    log.write_bytes(logged)
+    agent._report(wire, [WorkerExit("w", 1, log, 0, words="the cause")])  # pyright: ignore
+    (sent,) = wire.sent
+    assert isinstance(sent, Exited) and fatal_line(sent.tail) == "the cause"
+    assert sent.tail.count(b"FATAL") == 1 and len(sent.tail) <= TAIL_BYTES
+    agent._context.destroy(0)

@@ -206,6 +206,34 @@ def test_a_model_that_does_not_load_names_the_option(ended):
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def on_a_small_disk(root, script, *command):
+    """Run a command on a file system of 2 MiB of its own, after a script of the shell."""
+    mounted = f"mount -t tmpfs -o size=2m small {root}"
+    private = ["unshare", "--mount"]
+    if subprocess.run([*private, "sh", "-c", mounted], capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here: that needs root and CAP_SYS_ADMIN")
+    words = [*private, "sh", "-c", f'{mounted}; {script}; exec "$@"', "sh", *command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_disk_that_fills_up_is_the_last_word_on_the_terminal(tmp_path):
+    """Neither the log of the master nor any other file can take the cause."""
+    done = on_a_small_disk(tmp_path, ":", *command(tmp_path, "experiment_name=fills"))
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "o space left on" in last and str(tmp_path / "fills" / "t") in last
+
+
+def test_a_disk_without_room_for_the_files_of_the_launcher_is_one_line(tmp_path):
+    """Its lock and what is tried before still fit."""
+    ballast = tmp_path / "ballast"
+    script = f"dd if=/dev/zero of={ballast} bs=4k 2>/dev/null; truncate -s -8K {ballast}"
+    done = on_a_small_disk(tmp_path, script, *command(tmp_path, "experiment_name=toy"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"error: no space left on the device of {tmp_path / 'toy' / 't'}"), last
+
+
 def test_a_call_that_asks_for_the_end_gets_it_after_its_samples_were_written_out(ended):
     done, root = ended["stops"]
     assert done.returncode == 1

@@ -7,7 +7,9 @@ to evaluate in the middle, ``paced`` takes its time with every step, and ``peaks
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,14 @@ from realhf.api.config import ExperimentConfig, run_folder
 from realhf.api.experiment import EvaluationSpec, ExperimentSpec, InterfaceType, MFCDef, ModelSpec, SourceSpec
 from realhf.api.source import SourceItem
 from realhf.registry import backends, interfaces, sources
+
+
+def fill(folder: Path) -> None:
+    """Leave no byte on the disk of a folder, which has to be small."""
+    assert shutil.disk_usage(folder).total < 1 << 24
+    with (folder / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 12))
 
 
 class ToyEngine:
@@ -57,6 +67,8 @@ class ToyTrain:
             time.sleep(600)
         if self._behaviour == "paced":
             time.sleep(0.4)
+        if self._behaviour == "fills" and context.step == 1:
+            fill(context.run_dir)
         if self._behaviour == "fails" and context.step == 1:
             raise RuntimeError("the toy fell over")
         skipped = self._behaviour in ("skips", "stops") and context.step == 1

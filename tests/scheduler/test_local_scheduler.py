@@ -264,3 +264,21 @@ def test_a_worker_that_does_not_unwind_is_ended(tmp_path, modules, scheduler):
     worker.terminate()
     exit_ = collect(scheduler, WorkerExit)[-1]
     assert exit_.reason == "killed by SIGALRM"
+
+
+def test_the_cause_is_known_although_the_log_takes_nothing(tmp_path, modules, scheduler):
+    """What a worker prints when it fails fails itself on a full disk, for the one that exits with a text, too."""
+    modules(
+        "failing",
+        "import sys\nfrom realhf.scheduler.process import run_guarded\n"
+        "def work(): raise ValueError('x' * 9000 if sys.argv[2:] else 'the cause')\n"
+        "sys.exit('said at the end' if sys.argv[1] == 'exits' else run_guarded(work))\n",
+    )
+    for words, expected in (("fails", "the cause"), ("fails long", "x" * 4096), ("exits", "said at the end")):
+        scheduler.start(WorkerSpec("failing/0", "failing", tuple(words.split()), Path("/dev/full")))
+        exit_ = collect(scheduler, WorkerExit)[-1]
+        assert (exit_.exit_code, exit_.words) == (1, expected)
+        assert failure_cause(exit_.log, exit_.log_from, exit_.words) == expected
+    log = tmp_path / "log"
+    log.write_text("FATAL: what the log says\nmore\n")
+    assert failure_cause(log, 0, "words") == "what the log says"

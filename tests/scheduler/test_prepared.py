@@ -80,6 +80,20 @@ def test_a_worker_is_forked_says_its_lines_and_ends_with_its_code(tmp_path: Path
     assert end.log.read_text() == "7\n"
 
 
+@pytest.mark.parametrize("events", [True, False])
+def test_the_cause_reaches_the_starter_of_a_forked_worker_past_a_full_disk(
+    tmp_path: Path, scheduler: LocalScheduler, events: bool
+):
+    (tmp_path / "failing.py").write_text(
+        "import sys\nfrom realhf.scheduler.process import run_guarded\n"
+        "def work(): raise ValueError('the cause')\n"
+        "sys.exit(run_guarded(work))\n"
+    )
+    scheduler.start(WorkerSpec("w", "failing", (), Path("/dev/full"), events))
+    _, end = events_of(scheduler, "w")
+    assert (end.exit_code, end.words) == (1, "the cause")
+
+
 def test_workers_are_ended_and_their_server_stays_for_the_next_run(tmp_path: Path, scheduler: LocalScheduler):
     for number in range(2):
         for name in ("a", "b"):

@@ -35,7 +35,7 @@ class RayAgent:
         """Return how the agent has ended; "" while it runs."""
         for event in self._local.wait(0.0):
             if isinstance(event, WorkerExit):
-                cause = failure_cause(event.log, event.log_from) if event.exit_code > 0 else None
+                cause = failure_cause(event.log, event.log_from, event.words) if event.exit_code > 0 else None
                 self._end = f"host agent {self._name} on {os.uname().nodename} failed: {cause or event.reason}"
         return self._end
 
