@@ -33,7 +33,7 @@ from tests.test_end_to_end import SMALL, TINY
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
-LONGEST = 85
+LONGEST = 90
 
 
 def run(*command, cwd=ROOT, timeout_s=300, **environment):
@@ -57,7 +57,7 @@ def scripts():
 
 
 def test_each_example_is_short_and_has_its_line_on_the_page():
-    """An example is read in one sitting: under 85 lines. The page names each, and nothing that is not there."""
+    """An example is read in one sitting: under 90 lines. The page names each, and nothing that is not there."""
     page = (EXAMPLES / "README.md").read_text()
     assert len(scripts()) >= 7
     assert {path.name: lines for path in scripts() if (lines := path.read_text().count("\n")) >= LONGEST} == {}

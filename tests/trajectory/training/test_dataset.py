@@ -40,7 +40,7 @@ class FakeTokenizer:
     def __len__(self) -> int:
         return 150_000
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], **_: Any) -> str:
         return f"{len(ids)} tokens"
 
 
