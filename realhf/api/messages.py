@@ -44,7 +44,8 @@ def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Ite
 
     A message is JSON with a known role and a text as content, which is null or missing only beside ``tool_calls``.
     These have a name and arguments, an object or its JSON text. ``reasoning_content`` is text, ``train`` true or false;
-    both are an assistant's. ``name`` and ``tool_call_id`` are text. What is null counts as missing.
+    both are an assistant's. ``name`` and ``tool_call_id`` are text. What is null counts as missing, and so does an
+    empty list of ``tool_calls``, which exports of chats write beside every message.
     """
     if isinstance(found, (str, bytes, Mapping)) or not isinstance(found, Sequence):
         yield f"{what} must be a list of messages, not {shown(found)}"
@@ -57,7 +58,7 @@ def message_problems(found: Any, what: str, roles: Sequence[str] = ROLES) -> Ite
 def _message_problem(message: Any, roles: Sequence[str]) -> str:
     if not isinstance(message, Mapping):
         return f" must be a map with role and content, not {shown(message)}"
-    calls = message.get("role") == "assistant" and message.get("tool_calls") is not None
+    calls = message.get("role") == "assistant" and message.get("tool_calls") not in (None, [])
     for key in ("role",) if calls else ("role", "content"):
         if key not in message:
             return f" has no {key}: {shown(dict(message))}"
@@ -73,6 +74,8 @@ def _message_problem(message: Any, roles: Sequence[str]) -> str:
 def _optional_problem(message: Mapping[str, Any]) -> str:
     """Return what is wrong with the keys that a message may have."""
     given = {key: value for key, value in message.items() if value is not None}
+    if given.get("tool_calls") == []:
+        del given["tool_calls"]
     for key in _OF_ASSISTANT:
         if key in given and message["role"] != "assistant":
             return f"{key} is for messages of the role assistant, not {message['role']}"

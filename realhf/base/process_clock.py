@@ -32,11 +32,11 @@ _log = logging.getLogger(__name__)
 class PauseDetector:
     """Counts the seconds of ``read`` without those in which nobody looked for longer than a busy machine explains."""
 
-    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, read: Callable[[], float] = time.monotonic, paused_s: float = 0.0) -> None:
         self._read = read
         self._lock = threading.Lock()
         self._looked = read()
-        self.paused_s = 0.0
+        self.paused_s = paused_s
         """How long the process stood still until the last look."""
 
     def now(self) -> float:
@@ -55,6 +55,7 @@ class ProcessClock:
     begins, in a forked child again."""
 
     def __init__(self) -> None:
+        self._pauses = PauseDetector()
         self._begin()
         os.register_at_fork(after_in_child=self._begin)
 
@@ -71,14 +72,15 @@ class ProcessClock:
         return self._pauses.paused_s
 
     def _begin(self) -> None:
-        self._pauses = PauseDetector()
+        # A forked child goes on counting: it may hold deadlines that were made before the fork.
+        self._pauses = PauseDetector(paused_s=self._pauses.paused_s)
         self._starting = threading.Lock()
         self._watched = False
 
     def _watch(self) -> None:
         with self._starting:
             if not self._watched:
-                self._pauses = PauseDetector()
+                self._pauses = PauseDetector(paused_s=self._pauses.paused_s)
                 threading.Thread(target=self._look, name="process clock", daemon=True).start()
                 self._watched = True
 

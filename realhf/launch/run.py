@@ -258,7 +258,8 @@ def removable(run_dir: Path) -> Iterator[Path]:
     was damaged and put aside with it."""
     for file in RUN_FILES:
         if not file.kept:
-            for pattern in (file.name, f"{file.name}.partial", f"{file.name}{DAMAGED}*", f".{file.name}.*.tmp"):
+            left = (f".{file.name}.*.tmp", f".{file.name}.*.old")
+            for pattern in (file.name, f"{file.name}.partial", f"{file.name}{DAMAGED}*", *left):
                 yield from run_dir.glob(pattern)
 
 

@@ -316,6 +316,14 @@ def test_a_good_conversation_is_taken_at_every_entrance(entrance: str, tmp_path:
     assert not ENTRANCES[entrance][0](tmp_path, messages)
 
 
+def test_an_empty_list_of_calls_counts_as_missing_whoever_says_the_message() -> None:
+    """Exports of chats write it beside every message; whole files were refused for it."""
+    talk = [{**USER, "tool_calls": []}, {"role": "assistant", "content": "here", "tool_calls": []}]
+    assert not [*message_problems(talk, "messages")]
+    silent = [{"role": "assistant", "content": None, "tool_calls": []}]
+    assert "the content must be text" in " ".join(message_problems(silent, "messages"))
+
+
 CALLERS = {
     "realhf/backends/builtin_policy.py",
     "realhf/data/chat_dataset.py",

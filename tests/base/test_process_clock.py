@@ -169,6 +169,15 @@ def test_the_timers_of_a_loop_go_by_the_clock(loop: type[asyncio.AbstractEventLo
         assert runner.run(rings()) == ["early", "late"]
 
 
+def test_a_forked_child_goes_on_with_the_time_of_its_parent():
+    """A deadline that was made before the fork came early by all pauses of the parent."""
+    clock = process_clock.ProcessClock()
+    clock._pauses.paused_s = 1000.0
+    deadline = clock.now() + 5.0
+    clock._begin()  # what a fork does in the child
+    assert 0.0 < deadline - clock.now() <= 5.0
+
+
 def test_a_forked_child_has_a_clock_of_its_own():
     """The thread that looks does not live in the child, and its lock may be held at that moment."""
     process_clock.now()

@@ -251,10 +251,11 @@ def test_the_history_of_a_run_is_kept(tmp_path):
 
 def test_what_a_run_wrote_goes_when_it_begins_anew_and_nothing_else(tmp_path):
     """``weights.jsonl`` used to stay, so that the proof of the weights held two histories."""
-    made = [file.name.replace("*", "x") for file in RUN_FILES] + ["notes.txt", "metrics.jsonl.partial", ".policy.7.tmp"]
+    made = [file.name.replace("*", "x") for file in RUN_FILES] + ["notes.txt", "metrics.jsonl.partial"]
+    made += [".policy.7.old", ".policy.7.tmp"]
     for name in made:
         (tmp_path / name).touch()
-    assert unknown_files(tmp_path) == [".policy.7.tmp", "metrics.jsonl.partial", "notes.txt"]
+    assert unknown_files(tmp_path) == [".policy.7.old", ".policy.7.tmp", "metrics.jsonl.partial", "notes.txt"]
     gone = {path.name for path in removable(tmp_path)}
     assert (
         set(made) - gone == {"notes.txt", "note.json", ".lock", ".keys-x", "warm_start-x"} and "weights.jsonl" in gone
