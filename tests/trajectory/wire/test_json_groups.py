@@ -234,7 +234,7 @@ def test_what_the_process_beside_returns_is_what_was_sent():
     assert first.data == third.data == encoded(group_8k)
     assert json.loads(second.data)["masks"] == [[1] * 9_000]
     assert [zlib.crc32(item.data) for item in (first, second, third)] == [first.crc, second.crc, third.crc]
-    nests = b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"images":[' + b"{}," * INLINE_NESTS + b"1]}"
+    nests = b'{"tokens":[[1]],"masks":[[1]],"scores":[1.0],"images":[' + b"{}," * INLINE_NESTS + b"1]}"
     assert parse(nests)[0].data == nests
 
 
