@@ -33,7 +33,7 @@ from realhf.launch.resume import check_resume, plain_options
 from realhf.launch.run import check_kinds
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.provenance import record_launch
-from realhf.monitor.run_log import RunLog
+from realhf.monitor.run_log import RunLog, read_metrics
 from realhf.monitor.trackers import run_info
 from tests.dataflow.rollouts.toy_streamed_run import FakeWorkers, meta_of, plan_of
 
@@ -299,7 +299,7 @@ def _master(folder: Path, config: ExperimentConfig, asynchronous: bool, outcome:
     ]
     events = io.StringIO()
     log = RunLog(folder, MonitorConfig(trackers=[]), EventStream(events), completed_steps=completed, total_steps=STEPS)
-    outcome.found |= {"rows": log.rows, "evaluations": log.evaluations.all()}
+    outcome.found |= {"rows": read_metrics(folder), "evaluations": log.evaluations.all()}
     outcome.found["tracker"] = run_info(folder, completed, (), outcome.told.append).id
     log.close()
     messages = [parse_event(line) for line in events.getvalue().splitlines()]

@@ -230,7 +230,8 @@ def test_no_checkpoint_that_can_be_used_is_no_run_that_begins(scene: Scene) -> N
             Damage("link"),
         ):
             folder = scene.copy()
-            found = [path / rest for path in folder.glob("checkpoints/ckpt-*[0-9]")]
+            # The kill may have come while the oldest checkpoint was removed, so that only a part of it is there.
+            found = [path for path in folder.glob(f"checkpoints/ckpt-*[0-9]/{rest}") if path.exists()]
             assert len(found) >= 2
             for path in found:
                 run_folders.apply(damage, path)
