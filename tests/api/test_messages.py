@@ -424,7 +424,7 @@ WRONG_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "an empty turn": ({"messages": [USER, {**TURN, "content": ""}]}, "messages[1]: the turn is empty"),
     "a turn of no calls": (
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}]},
-        "messages[1]: the turn is empty",
+        "messages[1]: the content must be text",
     ),
     "weight": ({"messages": [USER, {**TURN, "weight": 0}]}, "messages[1]: weight is not read here; write train"),
     "thinking": ({"messages": [USER, {**TURN, "thinking": "x"}]}, "thinking is not read here; write reasoning_content"),
