@@ -42,6 +42,7 @@ from botocore.exceptions import DataNotFoundError
 
 from realhf.aws.cli.command_table import MINISTACK_MODULES, MINISTACK_SERVICES
 from realhf.aws.cli.virtual_folder import remove_folder
+from realhf.aws.simulator import corrections
 from realhf.aws.simulator.account_state import AccountState, Draws, ModuleSwitches
 from realhf.aws.simulator.asgi_http import AsgiApp, HttpConnection, ParsedRequests, owner_app, port_app
 from realhf.aws.simulator.ministack_process import ENVIRONMENT, OWNER, SIMULATOR_CPU_S, serve_owner
@@ -323,13 +324,6 @@ def _know_service_names() -> None:
     router._KNOWN_AWS_SERVICE_NAMES = frozenset(botocore.session.get_session().get_available_services())  # type: ignore[attr-defined]
 
 
-def _keep_dns_names_in_lower_case() -> None:
-    """Keep names of DNS as AWS does, however they are spelt: MiniStack keeps a record for each spelling."""
-    route53 = importlib.import_module("ministack.services.route53")
-    original = route53._normalise_name
-    route53._normalise_name = lambda name: name and original(name).lower()  # type: ignore[attr-defined]
-
-
 def _readable_app(app: AsgiApp) -> AsgiApp:
     """Repair answers of the services that speak XML, which names that a policy made up must not break. S3 is left
     alone: it answers with objects of any content. The server sets the length."""
@@ -398,7 +392,7 @@ def main() -> None:
     app, state = _readable_app(app_module.app), _account_state(draws)
     _keep_only_metadata(MINISTACK_SERVICES)
     _know_service_names()
-    _keep_dns_names_in_lower_case()
+    corrections.install()
     isolated = sandbox.without_network(mode)
     gc.freeze()
     gc.enable()
