@@ -8,17 +8,20 @@ applied once, in the zygote, to the tables by which MiniStack's modules find the
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 LONGEST_POLL_S = 1.0
 """Seconds that a poll of an empty queue may take: a session's clock is not spent on messages that nobody can send."""
 _MOST_POLL_S = 20
 
+Answer = tuple[int, Mapping[str, str], bytes]
+"""What a handler returns: status, headers and body."""
+
 
 def install() -> None:
     """Apply all corrections. Raises RuntimeError when this version of MiniStack lacks what is corrected."""
-    for correct in (_keep_dns_names_in_lower_case, _answer_polls_in_time):
+    for correct in (_keep_dns_names_in_lower_case, _answer_polls_in_time, _know_groups_by_name):
         try:
             correct()
         except (AttributeError, KeyError) as error:
@@ -59,3 +62,179 @@ def _answer_polls_in_time() -> None:
         return await receive({**request, "WaitTimeSeconds": min(wait_s, LONGEST_POLL_S)}, url)
 
     sqs._HANDLERS["ReceiveMessage"] = received
+
+
+def _know_groups_by_name() -> None:
+    """Find security groups of the default VPC by their names, and revoke as AWS does: MiniStack ignores names, deletes
+    nothing by them, and finds a rule only where all its ranges were named.
+
+    https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeSecurityGroups.html
+    https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DeleteSecurityGroup.html
+    https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_RevokeSecurityGroupIngress.html
+    """
+    groups = _SecurityGroups(_module("ec2"))
+    handlers = groups.ec2._ACTION_MAP
+    handlers["DescribeSecurityGroups"] = groups.described(handlers["DescribeSecurityGroups"])
+    for action in ("DeleteSecurityGroup", "AuthorizeSecurityGroupIngress"):
+        handlers[action] = groups.by_name(handlers[action])
+    revoke_in, revoke_out = handlers["RevokeSecurityGroupIngress"], handlers["RevokeSecurityGroupEgress"]
+    handlers["RevokeSecurityGroupIngress"] = groups.by_name(groups.revoked(revoke_in, "IpPermissions"))
+    handlers["RevokeSecurityGroupEgress"] = groups.revoked(revoke_out, "IpPermissionsEgress")
+
+
+Parameters = dict[str, Any]
+"""A request of the query protocol: for each name the list of its values."""
+Handler = Callable[[Parameters], Answer]
+_SOURCES = {
+    "IpRanges": "CidrIp",
+    "Ipv6Ranges": "CidrIpv6",
+    "PrefixListIds": "PrefixListId",
+    "UserIdGroupPairs": "GroupId",
+}
+"""For each kind of source of a rule, the member that identifies one."""
+_PROTOCOLS = {"1": "icmp", "6": "tcp", "17": "udp", "58": "icmpv6"}
+
+
+class _NoSuchGroup(Exception):
+    """A request named a group that the default VPC does not have; the message is AWS's."""
+
+
+class _SecurityGroups:
+    """Corrects the handlers of security groups in MiniStack's module ``ec2``."""
+
+    def __init__(self, ec2: Any) -> None:
+        self.ec2 = ec2
+
+    def _id_of(self, name: str) -> str:
+        vpc = self.ec2._DEFAULT_VPC_ID
+        for group_id, group in self.ec2._security_groups.items():
+            if group["GroupName"] == name and group["VpcId"] == vpc:
+                return group_id
+        raise _NoSuchGroup(f"The security group '{name}' does not exist in default VPC '{vpc}'")
+
+    def _refused(self, code: str, message: str) -> Answer:
+        return self.ec2._error(code, self.ec2._esc(message), 400)
+
+    def described(self, handler: Handler) -> Handler:
+        """Return the handler, with names in the place of ids as well."""
+
+        def describe(request: Parameters) -> Answer:
+            names = self.ec2._parse_member_list(request, "GroupName")
+            ids = self.ec2._parse_member_list(request, "GroupId")
+            try:
+                ids += [self._id_of(name) for name in names]
+            except _NoSuchGroup as error:
+                return self._refused("InvalidGroup.NotFound", str(error))
+            return handler({**request, **{f"GroupId.{place}": [found] for place, found in enumerate(ids, 1)}})
+
+        return describe
+
+    def by_name(self, handler: Handler) -> Handler:
+        """Return the handler of an operation on one group, which may be named; sources of rules as well."""
+
+        def handle(request: Parameters) -> Answer:
+            group_id, name = self.ec2._p(request, "GroupId"), self.ec2._p(request, "GroupName")
+            if not group_id and not name:
+                return self._refused("MissingParameter", "The request must contain the parameter groupName or groupId")
+            try:
+                return handler({**self._with_ids(request), "GroupId": [group_id or self._id_of(name)]})
+            except _NoSuchGroup as error:
+                return self._refused("InvalidGroup.NotFound", str(error))
+
+        return handle
+
+    def _with_ids(self, request: Parameters) -> Parameters:
+        """Return the request with ids for names of groups that are a rule's source."""
+        found = dict(request)
+        for key, values in request.items():
+            stem, _, last = key.rpartition(".")
+            if key == "SourceSecurityGroupName":
+                found["SourceSecurityGroupId"] = [self._id_of(values[0])]
+            elif last == "GroupName" and ".Groups." in key:
+                found.setdefault(f"{stem}.GroupId", [self._id_of(values[0])])
+            else:
+                continue
+            del found[key]
+        return found
+
+    def revoked(self, handler: Handler, kept_in: str) -> Handler:
+        """Return the handler, which takes single ranges out of rules. What is not there is an error, and nothing is
+        revoked; in the default VPC it is listed and no error, as AWS documents it."""
+
+        def revoke(request: Parameters) -> Answer:
+            ec2, group_id = self.ec2, self.ec2._p(request, "GroupId")
+            group = ec2._security_groups.get(group_id)
+            if group is None or ec2._parse_member_list(request, "SecurityGroupRuleId"):
+                return handler(request)
+            asked = [part for rule in ec2._parse_ip_permissions(request, "IpPermissions") for part in _parts(rule)]
+            if not asked:
+                return self._refused("MissingParameter", "The request must contain the parameter ipPermissions")
+            there = {part for rule in group[kept_in] for part in _parts(rule)}
+            unknown = [part for part in asked if part not in there]
+            if unknown and group["VpcId"] != ec2._DEFAULT_VPC_ID:
+                return self._refused(
+                    "InvalidPermission.NotFound", "The specified rule does not exist in this security group."
+                )
+            return self._take_out(group, kept_in, set(asked), unknown)
+
+        return revoke
+
+    def _take_out(self, group: dict[str, Any], kept_in: str, asked: set[Part], unknown: list[Part]) -> Answer:
+        ec2, is_egress = self.ec2, kept_in == "IpPermissionsEgress"
+        left, items = [], ""
+        for rule in group[kept_in]:
+            gone, kept = _divided(rule, asked)
+            rule_id = ec2._sg_rule_id(group["GroupId"], is_egress, rule)
+            if gone is not None:
+                items += ec2._revoked_sg_rule_xml(group["GroupId"], {**gone, "SecurityGroupRuleId": rule_id}, is_egress)
+            if kept is not None:
+                left.append(kept)
+            else:
+                ec2._tags.pop(rule_id, None)
+        group[kept_in] = left
+        not_there = "".join(map(_permission_xml, unknown))
+        name = f"RevokeSecurityGroup{'Egress' if is_egress else 'Ingress'}Response"
+        return ec2._xml(
+            200,
+            name,
+            f"<return>true</return><unknownIpPermissionSet>{not_there}</unknownIpPermissionSet>"
+            f"<revokedSecurityGroupRuleSet>{items}</revokedSecurityGroupRuleSet>",
+        )
+
+
+Part = tuple[str, Any, Any, str, str]
+"""One rule as AWS counts them: protocol, first and last port, kind of source, source."""
+
+
+def _parts(rule: Mapping[str, Any]) -> Iterator[Part]:
+    protocol = str(rule.get("IpProtocol", "-1")).lower()
+    head = (_PROTOCOLS.get(protocol, protocol), rule.get("FromPort"), rule.get("ToPort"))
+    for kind, member in _SOURCES.items():
+        for source in rule.get(kind, ()):
+            yield (*head, kind, source.get(member, "") if isinstance(source, dict) else str(source))
+
+
+def _divided(rule: dict[str, Any], asked: set[Part]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return what of a rule was asked for, and the rest; None for nothing."""
+    parts = list(_parts(rule))
+    if not asked.intersection(parts):
+        return None, rule
+    gone, kept, found = {**rule}, {**rule}, iter(parts)
+    for kind in _SOURCES:
+        sources = [(source, next(found) in asked) for source in rule.get(kind, ())]
+        gone[kind] = [source for source, taken in sources if taken]
+        kept[kind] = [source for source, taken in sources if not taken]
+    return gone, kept if any(kept[kind] for kind in _SOURCES) else None
+
+
+def _permission_xml(part: Part) -> str:
+    protocol, first, last, kind, source = part
+    ports = "" if first is None else f"<fromPort>{first}</fromPort><toPort>{last}</toPort>"
+    name, member = {
+        "IpRanges": ("ipRanges", "cidrIp"),
+        "Ipv6Ranges": ("ipv6Ranges", "cidrIpv6"),
+        "PrefixListIds": ("prefixListIds", "prefixListId"),
+        "UserIdGroupPairs": ("groups", "groupId"),
+    }[kind]
+    inner = f"<{name}><item><{member}>{source}</{member}></item></{name}>"
+    return f"<item><ipProtocol>{protocol}</ipProtocol>{ports}{inner}</item>"

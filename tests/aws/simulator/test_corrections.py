@@ -35,3 +35,64 @@ def test_a_poll_of_an_empty_queue_answers_empty_within_two_seconds(aws) -> None:
     assert "InvalidParameterValue" in aws(f"sqs receive-message --queue-url {url} --wait-time-seconds 21")[2]
     aws(f"sqs send-message --queue-url {url} --message-body here")
     assert json.loads(aws(f"sqs receive-message --queue-url {url}")[1])["Messages"][0]["Body"] == "here"
+
+
+def test_groups_of_the_default_vpc_are_known_by_name(aws) -> None:
+    """Every group was described, nothing deleted, and rules by name failed."""
+    for name in ("web", "db"):
+        assert aws(f"ec2 create-security-group --group-name {name} --description {name}")[0] == 0
+    described = json.loads(aws("ec2 describe-security-groups --group-names web")[1])["SecurityGroups"]
+    assert [group["GroupName"] for group in described] == ["web"]
+    assert "InvalidGroup.NotFound" in aws("ec2 describe-security-groups --group-names web nothing")[2]
+    assert (
+        aws("ec2 authorize-security-group-ingress --group-name web --protocol tcp --port 22 --cidr 10.0.0.0/8")[0] == 0
+    )
+    assert (
+        aws("ec2 authorize-security-group-ingress --group-name db --protocol tcp --port 1 --source-group web")[0] == 0
+    )
+    sources = "--query SecurityGroups[].IpPermissions[].UserIdGroupPairs[]"
+    pairs = json.loads(aws(f"ec2 describe-security-groups --group-names db {sources}")[1])
+    assert [(pair["GroupId"], "GroupName" in pair) for pair in pairs] == [(described[0]["GroupId"], False)]
+    assert aws("ec2 revoke-security-group-ingress --group-name web --protocol tcp --port 22 --cidr 10.0.0.0/8")[0] == 0
+    assert "[]" in aws("ec2 describe-security-groups --group-names web --query SecurityGroups[].IpPermissions[]")[1]
+    assert aws("ec2 delete-security-group --group-name web")[0] == 0
+    for what in ("delete-security-group", "revoke-security-group-ingress --protocol tcp --port 1 --cidr 10.0.0.0/8"):
+        assert "InvalidGroup.NotFound" in aws(f"ec2 {what} --group-name web")[2], what
+    assert "MissingParameter" in aws("ec2 delete-security-group")[2]
+
+
+def test_a_group_of_another_vpc_is_not_known_by_name(aws) -> None:
+    vpc = json.loads(aws("ec2 create-vpc --cidr-block 10.9.0.0/16")[1])["Vpc"]["VpcId"]
+    aws(f"ec2 create-security-group --group-name far --description far --vpc-id {vpc}")
+    assert "InvalidGroup.NotFound" in aws("ec2 describe-security-groups --group-names far")[2]
+    assert "InvalidGroup.NotFound" in aws("ec2 delete-security-group --group-name far")[2]
+
+
+def test_a_rule_that_is_not_there_is_not_revoked(aws) -> None:
+    """It was answered as done. In the default VPC AWS lists what is unknown and has no error."""
+    vpc = json.loads(aws("ec2 create-vpc --cidr-block 10.9.0.0/16")[1])["Vpc"]["VpcId"]
+    far = json.loads(aws(f"ec2 create-security-group --group-name far --description far --vpc-id {vpc}")[1])["GroupId"]
+    near = json.loads(aws("ec2 create-security-group --group-name near --description near")[1])["GroupId"]
+    two = "IpProtocol=tcp,FromPort=1,ToPort=2,IpRanges=[{CidrIp=10.0.0.0/8},{CidrIp=11.0.0.0/8}]"
+    for group in (far, near):
+        aws(f"ec2 authorize-security-group-ingress --group-id {group} --ip-permissions '{two}'")
+    rule = "--protocol tcp --port 1-2 --cidr"
+    assert (
+        "InvalidPermission.NotFound" in aws(f"ec2 revoke-security-group-ingress --group-id {far} {rule} 12.0.0.0/8")[2]
+    )
+    code, answer, _ = aws(f"ec2 revoke-security-group-ingress --group-id {near} {rule} 12.0.0.0/8")
+    assert code == 0 and json.loads(answer)["UnknownIpPermissions"][0]["IpRanges"] == [{"CidrIp": "12.0.0.0/8"}]
+    every = "--ip-permissions 'IpProtocol=-1,IpRanges=[{CidrIp=0.0.0.0/0}]'"
+    assert aws(f"ec2 revoke-security-group-egress --group-id {far} {every}")[0] == 0
+    assert "InvalidPermission.NotFound" in aws(f"ec2 revoke-security-group-egress --group-id {far} {every}")[2]
+
+
+def test_one_range_of_a_rule_is_revoked(aws) -> None:
+    """A rule was found only where all its ranges were named."""
+    group = json.loads(aws("ec2 create-security-group --group-name g --description g")[1])["GroupId"]
+    two = "IpProtocol=tcp,FromPort=1,ToPort=2,IpRanges=[{CidrIp=10.0.0.0/8,Description=d},{CidrIp=11.0.0.0/8}]"
+    aws(f"ec2 authorize-security-group-ingress --group-id {group} --ip-permissions '{two}'")
+    answer = aws(f"ec2 revoke-security-group-ingress --group-id {group} --protocol 6 --port 1-2 --cidr 10.0.0.0/8")[1]
+    assert [rule["CidrIpv4"] for rule in json.loads(answer)["RevokedSecurityGroupRules"]] == ["10.0.0.0/8"]
+    query = f"--group-ids {group} --query SecurityGroups[].IpPermissions[].IpRanges[].CidrIp"
+    assert json.loads(aws(f"ec2 describe-security-groups {query}")[1]) == ["11.0.0.0/8"]
