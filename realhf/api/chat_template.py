@@ -34,8 +34,22 @@ from realhf.api.tool_parser import (
 
 _MARKER = "\u2e28policy-turn\u2e29"
 _PROBE = "probe0of0message"
+_NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+_BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
+"""A token of one byte, as tokenizers with byte fallback name it."""
 _CACHED = 512
 _LONGEST_CACHED_BYTES = 1 << 15
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The byte for which each letter stands in the tokens of a byte-level tokenizer: printable characters of Latin-1
+    for themselves, the letters from U+0100 on for the other bytes, in their order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
@@ -228,6 +242,17 @@ class TemplateChat:
         """Return the text of a policy turn. Stop ids are left out, other special tokens stay visible."""
         stops = self._stops
         return self._text([i for i in token_ids if i not in stops])
+
+    def bytes_of(self, token_id: int) -> bytes | None:
+        """Return the bytes that a token adds to the text of a turn, also where they are part of a character; None where
+        the tokenizer does not say. A stop id adds none."""
+        text = self.decode([token_id])
+        if _NO_CHARACTER not in text:
+            return text.encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if fallback := _BYTE_FALLBACK.fullmatch(token):
+            return bytes([int(fallback[1], 16)])
+        return bytes(_BYTE_OF[letter] for letter in token) if _BYTE_OF.keys() >= {*token} else None
 
     def forgotten(self, shape: Sequence[Sequence[str]], tools: Tools = ()) -> tuple[bool, ...]:
         """Return, for each turn of the policy, whether the template leaves its reasoning out of the prompt that follows

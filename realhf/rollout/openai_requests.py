@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from realhf.api.environment import AssistantMessage
 from realhf.api.messages import message_problems
@@ -148,6 +148,20 @@ class TextPart(BaseModel):
     text: str
 
 
+def _checked_content(content: object) -> object:
+    """Name what is no text, before the types of the union are tried, which would name themselves."""
+    if content is not None and not isinstance(content, str | list):
+        raise ValueError("must be text, a list of parts of text, or null")
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, Mapping):
+            raise ValueError(f"only text is read, and part {number} is no part at all")
+        if part.get("type") != "text":
+            raise ValueError(f"only text is read, and part {number} is of the type {str(part.get('type'))[:32]!r}")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"part {number} has no text")
+    return content
+
+
 class FunctionCall(BaseModel):
     """What is called, and with which arguments, as JSON text."""
 
@@ -167,7 +181,7 @@ class ChatMessage(BaseModel):
     """One message of a conversation; ``content`` is a text, a list of text parts, or null."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_checked_content)] = None
     tool_calls: list[CallPart] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
 

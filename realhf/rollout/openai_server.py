@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field, model_validator
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from realhf.api.chat_template import TemplateChat
@@ -29,6 +30,7 @@ from realhf.rollout.openai_sessions import OpenTurn, Reward, Session, Sessions
 
 MAX_BODY_BYTES = 1 << 20
 MODEL = "policy"
+_SERVED = "POST chat/completions, GET models and, beside /v1, POST reward"
 
 
 def completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[str, Any]:
@@ -95,8 +97,9 @@ def _usage(turn: OpenTurn) -> dict[str, int]:
 def _logprobs(turn: OpenTurn, chat: TemplateChat) -> dict[str, Any]:
     content = []
     for token, value in zip(turn.ids, turn.logprobs, strict=True):
-        text = chat.decode([token])
-        content.append({"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []})
+        said = chat.bytes_of(token)
+        entry = {"token": chat.decode([token]), "logprob": value, "bytes": None if said is None else list(said)}
+        content.append({**entry, "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 
@@ -193,11 +196,18 @@ def _add_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body(), error.status)
 
+    @app.exception_handler(HTTPException)
+    async def not_served(request: Request, error: HTTPException) -> Response:
+        code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
+        text = f"{error.detail}: below the address of a session there are {_SERVED}"
+        return JSONResponse(ApiError(error.status_code, code, text).body(), error.status_code, error.headers)
+
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
-        return JSONResponse(ApiError(400, "invalid_request", f"{where}: {first['msg']}"[:300]).body(), 400)
+        said = first["msg"].removeprefix("Value error, ")  # what validators of this project raise
+        return JSONResponse(ApiError(400, "invalid_request", f"{where}: {said}"[:300]).body(), 400)
 
 
 _START_S = 10.0

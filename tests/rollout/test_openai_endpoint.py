@@ -123,6 +123,29 @@ async def test_streaming_logprobs_and_usage(endpoint: Endpoint) -> None:
         assert len(session.ledger.branches) == 2, "the streamed conversation was continued, not started again"
 
 
+async def test_the_bytes_of_tokens_that_split_a_character_are_joined_to_the_text(endpoint: Endpoint) -> None:
+    """They were those of the replacement character that such a token reads as."""
+    said = "é is 2 bytes, € is 3 and 😀 is 4"
+    async with served(endpoint, FakeTokens(lambda prompt: said)) as (_, _, client):
+        reply = await client.chat.completions.create(model="m", messages=[USER], logprobs=True)  # type: ignore[list-item]
+        values = reply.choices[0].logprobs
+        assert values is not None and values.content is not None
+        assert any("\ufffd" in entry.token for entry in values.content), "no token splits a character"
+        assert b"".join(bytes(entry.bytes or ()) for entry in values.content).decode() == said
+        assert reply.choices[0].message.content == said
+
+
+async def test_a_stream_that_is_left_counts_as_a_turn(endpoint: Endpoint) -> None:
+    """As the page says: the turn was sampled before its first chunk was sent."""
+    async with served(endpoint, FakeTokens(heard)) as (_, session, client):
+        stream = await client.chat.completions.create(model="m", messages=[USER], stream=True)  # type: ignore[list-item]
+        async for _ in stream:
+            break
+        await stream.close()
+        (outcome,) = outcomes(session)
+    assert [turn.text for turn in outcome.turns] == ["aws 1"] and outcome.valid
+
+
 async def test_what_leaves_a_conversation_is_a_trajectory_of_its_own(endpoint: Endpoint) -> None:
     tokens = FakeTokens(heard)
     async with served(endpoint, tokens) as (_, session, client):
@@ -325,8 +348,28 @@ async def test_bad_requests_are_refused_and_harm_nothing(endpoint: Endpoint) -> 
             yield b"{}"
 
         assert (await http.post(address, content=unsized())).status_code == 413
+        picture = {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}
+        for message, said in (
+            (picture, "messages.1.content: only text is read, and part 1 is of the type 'image_url'"),
+            ({"role": "user", "content": ["x"]}, "messages.1.content: only text is read, and part 0 is no part at all"),
+            ({"role": "user", "content": [{"type": "text"}]}, "messages.1.content: part 0 has no text"),
+            ({"role": "user", "content": 3}, "messages.1.content: must be text, a list of parts of text, or null"),
+        ):
+            reply = await http.post(address, json={"messages": [USER, message]})
+            assert (reply.status_code, reply.json()["error"]["message"]) == (400, said)
         guess = await http.post(f"{server.url}/sessions/guess/v1/chat/completions", json={"messages": [USER]})
         assert guess.status_code == 404 and guess.json()["error"]["code"] == "no_such_session"
         parts = [{"type": "text", "text": "ta"}, {"type": "text", "text": "sk"}]
         assert await say(client, [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}])
         assert len(session.ledger.branches) == 1
+
+
+async def test_what_is_not_served_is_refused_in_the_words_of_the_api(endpoint: Endpoint) -> None:
+    """The ``openai`` package showed nothing but a status for what the framework answers."""
+    async with served(endpoint, FakeTokens(heard)) as (server, session, client), plain_http() as http:
+        with pytest.raises(openai.NotFoundError, match="POST chat/completions") as refused:
+            await client.embeddings.create(model="any", input="x")
+        assert refused.value.code == "unknown_url" and refused.value.type == "invalid_request_error"
+        for method, path, status in (("POST", "models", 405), ("GET", "chat/completions", 405), ("GET", "files", 404)):
+            reply = await http.request(method, f"{server.base_url(session)}/{path}", json={})
+            assert reply.status_code == status and "GET models" in reply.json()["error"]["message"], reply.text

@@ -7,8 +7,8 @@ import logging
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken
-from transformers import AutoTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from realhf.api.chat_template import ChatTemplateError, ControlWords, TemplateChat, control_words, reasoning_end
 from realhf.backends.builtin_policy import train_tokenizer
@@ -53,6 +53,27 @@ def test_a_turn_cut_by_length_is_ended_by_us():
 def test_decode_hides_the_stop_token_only():
     chat = TemplateChat(tokenizer(CHATML, "<|im_end|>"))
     assert chat.decode([*chat.encode("aws s3 ls <|im_start|>"), *chat.stop_ids]) == "aws s3 ls <|im_start|>"
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_the_bytes_of_tokens_join_to_the_text(fallback):
+    """A token that splits a character reads as U+FFFD, and so did its bytes. Both kinds of tokenizers that have such
+    tokens, and a character that is U+FFFD itself."""
+    text = "".join(map(chr, range(1, 0x180))) + "\u20ac\ufffd\U0001f600<|im_start|>"
+    made = tokenizer(CHATML, "<|im_end|>")
+    if fallback:
+        bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+        letters = {token: number for number, token in enumerate(["<unk>", *bytes_, *"abc "])}
+        inner = Tokenizer(models.BPE(vocab=letters, merges=[], unk_token="<unk>", byte_fallback=True))
+        inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=inner, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
+        )
+        made.chat_template = CHATML
+    chat = TemplateChat(made)
+    ids = [*chat._tokenizer.encode(text, add_special_tokens=False), *chat.stop_ids]
+    assert any("\ufffd" in chat.decode([token]) for token in ids)
+    assert b"".join(chat.bytes_of(token) or b"" for token in ids).decode() == text
 
 
 def test_a_tokenizer_without_template_is_named():
