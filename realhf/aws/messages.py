@@ -10,30 +10,30 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 from realhf.api.environment import AssistantMessage, Opening, Task, Turn
+from realhf.aws.cli.command_text import command_lines, unwrap
 from realhf.aws.tasks.task import Task as AwsTask
-from realhf.base.text import quote_states, shorten
+from realhf.base.text import shorten
 
 _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
-_QUOTING = re.compile(r"""['"\\]""")
 
 
 def extract_command(text: str) -> str | None:
-    """Return the first ``aws ...`` command of a turn, or None.
+    """Return the first ``aws ...`` command of a turn, or None, read as every entrance reads one (``read_command``).
 
     Reasoning is dropped (an unclosed ``<think>`` swallows the rest, a ``</think>`` whose opening stood in the prompt
-    everything before it); code fences, enclosing backticks and a leading ``$ `` are stripped; lines that end in a
-    backslash or inside an open quote are joined with the next.
+    everything before it). A quote that is never closed holds nothing but its own line.
     """
     lines = _without_reasoning(text).replace("\r\n", "\n").split("\n")
     for number, line in enumerate(lines):
-        start = _bare(line)
+        start = unwrap(line)
         if start.startswith("aws "):
-            return _join(start, lines[number + 1 :])
+            command, closed = next(command_lines("\n".join([start, *_until_fence(lines[number + 1 :])])))
+            return command if closed else start.strip()
     return None
 
 
@@ -43,39 +43,16 @@ def _without_reasoning(text: str) -> str:
     return text.partition("<think>")[0]
 
 
-def _bare(line: str) -> str:
-    line = line.strip()
-    if line.startswith("```"):
-        line = line.lstrip("`")
-        if not line.startswith(("aws ", "$ ")):
-            line = line.partition(" ")[2].lstrip()
-    if line.endswith("```"):
-        line = line.rstrip("`")
-    if len(line) > 1 and line.startswith("`"):
-        line = line[1:].removesuffix("`")
-    return line.removeprefix("$ ").lstrip()
-
-
-def _join(line: str, rest: list[str]) -> str:
-    command = line
-    for following in rest:
-        quote, escaped = _scan(command)
-        if (not quote and not escaped) or following.strip().startswith("```"):
-            break
-        command = f"{command}\n{following}" if quote else f"{command[:-1].rstrip()} {following.strip()}"
-    if _scan(command)[0]:
-        return line.strip()
-    return command.removesuffix("\\").strip()
-
-
-def _scan(text: str) -> tuple[str, bool]:
-    """Return (quote character open at the end or "", whether the text ends in an escaping backslash)."""
-    quote, escaped = "", False
-    if not _QUOTING.search(text):
-        return quote, escaped
-    for _, quote, escaped in quote_states(text):  # noqa: B007
-        pass
-    return quote, escaped
+def _until_fence(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines before the next code fence, which may stand at the end of the last one."""
+    for line in lines:
+        kept = line.strip()
+        if kept.startswith("```"):
+            return
+        if kept.endswith("```"):
+            yield kept.rstrip("`")
+            return
+        yield line
 
 
 OBSERVATION_CHARS = 200

@@ -186,8 +186,10 @@ def _words(command: str, max_bytes: int) -> list[str]:
     if n_bytes > max_bytes:
         refuse("too-long", f"a command may have {max_bytes} bytes")
     command = command.strip()
-    if "\0" in command or _has_bare_newline(command):
-        refuse("newline", "a command is one line of text")
+    if "\0" in command:
+        refuse("newline", "a command holds no NUL")
+    if _has_bare_newline(command):
+        refuse("newline", "one command at a time: a line goes on in the next behind a backslash or in quotes")
     try:
         words = shlex.split(command, posix=True)
     except ValueError as error:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from realhf.aws.cli.command_text import read_command
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.episode.episode import Episode, EpisodeError, StepData
 from realhf.aws.simulator.pool import Slot
@@ -40,7 +41,7 @@ _RESET_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
-    """Check an action, the data of a step. Raises WireError."""
+    """Check an action, the data of a step, and return it with its command as it is read. Raises WireError."""
     data = checked_object(data, "step needs data: an object with a command")
     command = data.get("command")
     if not isinstance(command, str):
@@ -57,7 +58,7 @@ def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
         raise WireError(VALIDATION_ERROR, "command is not valid Unicode text", field="data.command") from None
     if size > max_command_bytes:
         raise WireError(VALIDATION_ERROR, f"command of {size} bytes, at most {max_command_bytes}", field="data.command")
-    return data
+    return {**data, "command": read_command(command)}
 
 
 checked_reset = partial(wire.checked_reset, types_of=_RESET_TYPES)

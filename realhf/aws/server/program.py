@@ -68,7 +68,7 @@ class AwsServed(ServedEnvironment):
         return checked_reset(data)
 
     def check_action(self, data: Any) -> dict[str, Any]:
-        """Check a command and its length."""
+        """Check a command and its length, and read it."""
         return checked_action(data, self._settings.max_command_bytes)
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
@@ -105,7 +105,7 @@ class AwsServed(ServedEnvironment):
 
     def call_action(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the action that is the command."""
-        return {"command": params["arguments"]["command"]}
+        return self.check_action(params["arguments"])
 
     def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
         """Return the command's output, or its error and that it failed."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import httpx
 import pytest
 
 from realhf.api.environment import AssistantMessage
@@ -270,3 +271,44 @@ def test_making_one_needs_no_network_and_no_torch() -> None:
     make = "from realhf.aws.client.trl_tool import AwsToolEnv; AwsToolEnv()"
     code = f"import sys; {make}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+WRITTEN = (
+    "aws s3api head-bucket \\\n  --bucket {name}",
+    "aws s3api head-bucket \\\r\n  --bucket {name}\r\n",
+    "```bash\naws s3api head-bucket \\\n  --bucket {name}\n```",
+    "$ aws s3api head-bucket --bucket {name}",
+)
+SEVERAL = "```bash\naws s3api list-buckets\naws s3api delete-bucket --bucket {name}\n```"
+
+
+async def test_a_command_is_read_alike_at_every_door(server: EnvServerProcess, tool: AwsToolEnv) -> None:
+    """Over several lines, in a fence and behind a prompt it used to be refused everywhere but in a turn of a policy."""
+    task = instantiate(1, 3)
+    refusal = "one command at a time"
+    async with AwsEnv(server.url) as env, httpx.AsyncClient(base_url=server.url, timeout=60) as web:
+        said = [form.format(name=task.params["name"]) for form in WRITTEN]
+        several = SEVERAL.format(name=task.params["name"])
+        await env.reset(task=task.to_json(), seed=task.seed)
+        for command in said:
+            stepped = await env.step(command)
+            assert stepped.observation.command_success, stepped.observation.error
+        sent = (await env.state()).tracker["commands_executed"]
+        assert sent == [f"aws s3api head-bucket --bucket {task.params['name']}"] * len(said)
+        refused = await env.step(several)
+        assert refused.observation.refusal == "newline" and refusal in refused.observation.error
+        for command in said:
+            made = await web.post("/step", json={"action": {"command": command.replace("head", "create")}})
+            assert made.json()["observation"]["command_success"], made.text
+            call = {"name": "aws", "arguments": {"command": command.replace("head", "create")}}
+            body = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call}
+            answered = (await web.post("/mcp", json=body)).json()
+            assert answered["result"]["isError"] is False, answered
+        assert refusal in (await web.post("/step", json={"action": {"command": several}})).text
+        body["params"] = {"name": "aws", "arguments": {"command": several}}
+        assert refusal in (await web.post("/mcp", json=body)).text
+    await asyncio.to_thread(tool.reset, task=task.to_json(), seed=task.seed)
+    for command in said:
+        assert "error" not in await asyncio.to_thread(tool.aws, command)
+    assert refusal in await asyncio.to_thread(tool.aws, several)
+    assert "hint" in await asyncio.to_thread(tool.aws, "```\n$ aws help \\\n --task-hint\n```")

@@ -77,6 +77,9 @@ def test_agents_and_people_obey_the_same_policy(visit: Visit) -> None:
     refused = play(client, "aws s3api put-object --bucket b --key k --body /etc/passwd")
     assert refused["refusal"] == "local-file" and not refused["command_success"] and "root:" not in refused["error"]
     assert play(client, "ls; id")["refusal"] == "not-aws"
+    pasted = play(client, "```bash\r\n$ aws s3api create-bucket \\\r\n    --bucket pasted\r\n```")
+    assert pasted["command"] == "aws s3api create-bucket --bucket pasted" and pasted["command_success"]
+    assert play(client, "```\naws s3 ls\naws s3 rb s3://pasted\n```")["refusal"] == "newline"
     for body in ({"command": "aws " + "x" * 9000}, {"command": 3}, {}, []):
         assert client.post("/web/step", json=body).status_code == 422
     said = {"Content-Type": "application/json"}

@@ -480,7 +480,17 @@ def _unprinted() -> Iterator[Attack]:
         yield Attack(15, f"aws dynamodb put-item --table-name t --item '{deep}'", HARMLESS)
     yield Attack(15, "aws ssm put-parameter --name n --type String --value " + "x" * 9000, "too-long")
     yield Attack(15, "aws s3 ls\nrm -rf /", "newline")
+    yield Attack(18, "aws s3 ls --endp\\\noint-url {url}", "global-option")
+    yield Attack(18, "```sh\n$ aws ssm put-parameter --name a \\\r\n  --value file:\\\n//{secret}\n```", "local-file")
     yield Attack(15, "aws s3 ls \0", "newline")
+    for several in (
+        "aws s3 ls \\\\\nrm -rf /",
+        "aws s3 ls \\\n\ntouch {marker}",
+        "$ aws s3 ls\r\n$ touch {marker}",
+        "```bash\naws s3 ls\ntouch {marker}\n```",
+        "```bash\naws s3 ls\n```\n```bash\ntouch {marker}\n```",
+    ):
+        yield Attack(15, several, "newline")
     yield Attack(
         16,
         "aws rds create-db-instance --db-instance-identifier d --engine postgres --db-instance-class db.t3.micro "

@@ -24,6 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
+from realhf.aws.cli.command_text import read_command
 from realhf.aws.cli.executor import CommandResult, SentRequest, SimulatorLost
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from tests.aws.red_team.command_grammar import Command, CommandGrammar
@@ -166,7 +167,7 @@ class Fuzzer:
         slot, tally = self._target.slot, self.tally
         tally.commands += 1
         lost = len(tally.lost)
-        results = [self._run(command, lambda: slot.executor.run(command.line))]
+        results = [self._run(command, lambda: slot.executor.run(read_command(command.line)))]
         if results[0].refusal is not None:
             tally.refused[results[0].refusal] += 1
             if not any("\0" in word or _unpaired(word) for word in command.words):

@@ -83,7 +83,19 @@ class CommandGrammar:
         if self._random.random() < 0.1:
             self._random.shuffle(words)
         words = [word.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass") for word in words]
-        return Command(f"aws {self._quoted(words)}", tuple(words))
+        return Command(self._wrap(f"aws {self._quoted(words)}"), tuple(words))
+
+    def _wrap(self, line: str) -> str:
+        """Mostly one line; sometimes several, in a fence or behind a prompt."""
+        style = self._random.random()
+        if style < 0.8:
+            return line
+        if style < 0.95:
+            parts = line.split(" ")
+            joins = self._random.choices((" ", " \\\n  ", "\\\r\n", "\n", "\\ \n"), (8, 4, 1, 1, 1), k=len(parts))
+            line = "".join(part + join for part, join in zip(parts, joins, strict=True))
+        forms = ("{}", "$ {}", "`{}`", "```{}```", "```bash\n{}\n```", "```\n$ {}\naws s3 ls\n```")
+        return self._random.choice(forms).replace("{}", line)
 
     def _quoted(self, words: Sequence[str]) -> str:
         """Mostly as a careful shell user writes it; sometimes in double quotes or not at all."""

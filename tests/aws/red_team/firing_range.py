@@ -26,6 +26,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from realhf.aws.cli.command_text import read_command
 from realhf.aws.cli.executor import CommandResult, OutputLimits, SimulatorLost
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.env.containment.probe import LAMBDA_MODES, SANDBOX_MODES
@@ -69,7 +70,7 @@ class FiringRange:
         """Try it; what is observed at the door is a refusal rule, HARMLESS or NO_CREDIT. The session must be usable
         afterwards."""
         self._set_up(attack)
-        command = self._fill(attack.command)
+        command = read_command(self._fill(attack.command))
         before = self.slot.ministack.requests()["count"]
         result = self.slot.executor.run(command)
         door, behind, texts = _word(result, attack), "", [_said(result)]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from realhf.aws.cli.command_text import read_command
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.loader import instantiate
@@ -80,7 +81,7 @@ def test_a_refused_step_earns_nothing_and_the_episode_goes_on(pool: MiniStackPoo
         refused = {attack.row: attack for attack in ATTACKS if attack.expected not in (HARMLESS, NO_CREDIT)}
         for number, attack in enumerate(refused.values(), 1):
             command = attack.command.replace("{url}", "http://127.0.0.1:1").replace("{secret}", "/etc/passwd")
-            step = episode.step(command)
+            step = episode.step(read_command(command))
             assert step.observation["refusal"] == attack.expected and not step.observation["command_success"]
             assert attack.expected in step.observation["error"]
             assert step.reward <= 0 and not step.done and step.observation["step_count"] == number
