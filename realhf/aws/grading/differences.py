@@ -16,9 +16,10 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+from realhf.aws.grading.meanings import holds_tags, is_setting, only_describes
 from realhf.aws.grading.policy_comparison import Gain, TooManySteps
 from realhf.aws.grading.rights import Rights, compare_rights, read_rights
-from realhf.aws.grading.snapshot import DOCUMENT, Key, Snapshot
+from realhf.aws.grading.snapshot import Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
 _ANYBODY = re.compile(r"global/AllUsers|AuthenticatedUsers|public-read|authenticated-read")
@@ -66,18 +67,12 @@ _ANY = f"{DRAWN}{END_DRAWN}"
 """Stands for a drawn text that names nothing."""
 _IN_ORDER = frozenset({"command", "entrypoint", "args", "commands", "keyschema"})
 """Lists whose order has a meaning, by the last word of their path in lower case."""
-_HARMLESS_PATHS = re.compile(
-    r"(^|[/.])(_?(backup\w+)?tags?|tag_?list|tagset|\w*description|comment|_?tags\[\])([/\[.]|$)", re.IGNORECASE
-)
-_HARMLESS_KINDS = re.compile(r"tags$")
 _POLICY = "{policy}"
 """Ends the path of a policy, which is one leaf."""
 _OWN = "own "
 """Begins the name of what has no counterpart in the target."""
 _NAME = re.compile(r"^(config/)?(name|[A-Za-z]*Name|[A-Za-z]*Identifier|CreationToken)$")
 _NAME_TAG = '{"Key":"Name",'
-_SETTINGS = re.compile(r"^bucket_|_policies$|tags$")
-"""Kinds of records that are settings of a resource: what they say counts, and not whether they were made anew."""
 _BESIDE = frozenset(
     {
         *("snapshots", "backups", "recovery_points", "executions", "jobs", "functions/versions/"),
@@ -260,7 +255,7 @@ class Comparison:
             key
             for key, serial in made.items()
             if kept.get(key) == serial and there.get(key) != self._before.get(key)
-            if not (_SETTINGS.search(key[1]) or self._may_change(key))
+            if not (is_setting(key) or self._may_change(key))
         }
 
     def _may_change(self, key: Key) -> bool:
@@ -289,14 +284,14 @@ class Comparison:
                 (extra if leaf in self.goal.passed else openings).append(leaf)
             elif (leaf[0][0], leaf[0][2]) in before and is_disabling(*leaf[1:3]):
                 disabled.append(leaf)
-            elif not (_HARMLESS_PATHS.search(leaf[1].split(DOCUMENT)[0]) or _HARMLESS_KINDS.search(leaf[0][1])):
+            elif not only_describes(leaf[0], leaf[1]):
                 extra.append(leaf)
         for key, leaves in own.items():
             if key[:2] == ("iam", "access_keys") and any(_mentions(leaf[2], users) for leaf in leaves):
                 openings += leaves
                 continue
             acts = any((key[1] in _ACT or _ACTS.search(leaf[1])) and _mentions(leaf[2], names) for leaf in leaves)
-            beside = not _BESIDE.isdisjoint((key[1], key[1].split("/")[0])) or _HARMLESS_KINDS.search(key[1])
+            beside = not _BESIDE.isdisjoint((key[1], key[1].split("/")[0])) or holds_tags(key)
             if acts or (_is_part(key, held) and not beside):
                 opens = any(is_opening(*leaf[:3]) for leaf in leaves)
                 harms = (key[0], key[2]) in before and any(is_disabling(*leaf[1:3]) for leaf in leaves)

@@ -116,14 +116,18 @@ SPELLED = (1, 2, 8, 9, 13, 14, 15, 20, 22, 24)
 """Questions that another right way once answered in vain."""
 GRANTING = (301, 304, 305, 306, 307, 308, 316, 318, 319, 324, 325)
 """Policies that were once read as they are written, not as what they permit."""
+EDGES = (204, 217, 219, 320, 424)
+"""Where what was harmless, free, equal or given by default was once told by a pattern: all that a person wrote."""
 REPAIRS = tuple(template.task_id for template in load_templates(["expert"]))
-SAMPLE = sorted({*WHOLE, *SPELLED, *GRANTING, *REPAIRS})
+SAMPLE = sorted({*WHOLE, *SPELLED, *GRANTING, *EDGES, *REPAIRS})
 SEED = 0
 
 
 def chosen(template: Template, play: Play) -> bool:
     """A repair is tried with what is beside the point or harms; the other tiers where they were broken."""
     if template.task_id in WHOLE or play.name in ("policies with single values", "policies with lists"):
+        return True
+    if template.task_id in EDGES and play.written:
         return True
     if template.tier == "expert":
         return play.kind in ("nothing", "harmful")
