@@ -27,6 +27,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.routing import WebSocketRoute
+from uvicorn.config import LOGGING_CONFIG
 
 from realhf.base import process_clock
 from realhf.base.event_loops import NEW_EVENT_LOOP
@@ -293,6 +294,24 @@ def _leave_port(listener: socket.socket | None) -> None:
                     os.close(int(name))
 
 
+class _RefusalsAreNoErrors(logging.Filter):
+    """Drops the error that uvicorn 0.54 logs of each WebSocket handshake that was answered with HTTP, as a client too
+    many is (``refuse_handshake``): it takes only an accepted or a closed one for complete."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        return record.getMessage() != "ASGI callable returned without completing handshake."
+
+
+def _log_config() -> dict[str, Any]:
+    handlers = LOGGING_CONFIG["handlers"]
+    return {
+        **LOGGING_CONFIG,
+        "filters": {"refusals": {"()": _RefusalsAreNoErrors}},
+        "handlers": {**handlers, "default": {**handlers["default"], "filters": ["refusals"]}},
+    }
+
+
 class EnvServer:
     """Serves the application on its own thread, so that the main thread is free for signals and RPC. ``ended`` is set
     when that thread is over."""
@@ -320,6 +339,7 @@ class EnvServer:
                 ws_ping_timeout=config.ws_ping_timeout_s,
                 ws_per_message_deflate=False,
                 lifespan="off",
+                log_config=_log_config(),
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=2,

@@ -84,6 +84,19 @@ def test_a_bad_task_is_422_and_names_the_field(http: httpx.Client) -> None:
     assert reply.status_code == 422 and "task_id" in reply.text
 
 
+@pytest.mark.slow
+def test_a_refused_handshake_is_no_error_in_the_log() -> None:
+    """A client without a token, or one too many, was told so; the server used to log each such answer as its error."""
+    with EnvServerProcess(1, "--token", TOKEN, "--web", "off") as server:
+        with open_session(server), pytest.raises(InvalidStatus) as full:
+            open_session(server)
+        with pytest.raises(InvalidStatus) as stranger:
+            open_session(server, "wrong")
+        assert (full.value.response.status_code, stranger.value.response.status_code) == (503, 401)
+        assert server.stop() == 0
+        assert "ERROR" not in server.output()
+
+
 def test_without_the_token_nothing_is_played(server: EnvServerProcess) -> None:
     for path in ("/reset", "/step", "/mcp"):
         assert httpx.post(server.url + path, json={}).status_code == 401
