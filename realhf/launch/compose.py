@@ -342,7 +342,7 @@ def _experiment(name: str | None, config_dir: Path, user_file: Path | None) -> s
 def _unknown(what: str, name: str, known: Sequence[str]) -> str:
     if close := close_name(name, known):
         return f"unknown {what} {name!r}; did you mean {close!r}?"
-    return f"unknown {what} {name!r}" + (f" (known: {', '.join(known)})" if len(known) < 12 else "")
+    return f"unknown {what} {name!r} (known: {', '.join(known)})"
 
 
 Texts = Literal["", "one", "list"]

@@ -41,6 +41,7 @@ def errors(capsys, *arguments):
     ("arguments", "expected"),
     [
         (["experiment=grpo_awz"], "unknown experiment 'grpo_awz'; did you mean 'grpo_aws'?"),
+        (["experiment=nothing"], "unknown experiment 'nothing' (known: dpo, grpo, "),
         (["seed=1"], "experiment=NAME is missing"),
         (["experiment=grpo_aws", "sede=2"], "unknown option 'sede'; did you mean 'seed'?"),
         (["experiment=grpo_aws", "ppo.group_siz=2"], "unknown option 'ppo.group_siz'; did you mean 'ppo.group_size'?"),

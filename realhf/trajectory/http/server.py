@@ -249,7 +249,7 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
             try:
                 await service.open()
             except StoreFailure as error:
-                app.state.start_failure = f"the store does not open: {error}"
+                app.state.start_failure = f"the store does not open: --store {error}"
                 raise
             gc.freeze()  # a full collection through all imported modules makes every request wait 30 ms and more
             yield

@@ -146,10 +146,10 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     for flags, said in (
         (["--host", "0.0.0.0"], "run-api: --host 0.0.0.0 is not loopback"),
         (["--store", "/etc/passwd"], "run-api: --store is '/etc/passwd'; give sqlite:DIR"),
-        (["--store", f"sqlite:{tmp_path / 'file'}", "--port", "0"], "the store does not open: sqlite:"),
+        (["--store", f"sqlite:{tmp_path / 'file'}", "--port", "0"], "the store does not open: --store sqlite:"),
         (["--store", "redis://[::"], "run-api: --store: no address of a Redis: Invalid IPv6 URL"),
         (["--store", "redis://x?y=1"], "run-api: --store: no address of a Redis: unknown option 'y'; known is prefix"),
-        (["--store", "redis://127.0.0.1:1", "--port", "0"], "the store does not open: redis://127.0.0.1:1"),
+        (["--store", "redis://127.0.0.1:1", "--port", "0"], "the store does not open: --store redis://127.0.0.1:1"),
     ):
         assert main(flags) == 2
         told = capsys.readouterr().err
