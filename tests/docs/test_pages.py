@@ -466,3 +466,18 @@ def test_a_run_that_a_page_names_has_the_figures_of_one_page() -> None:
         for name in re.findall(r"^results: runs/\S*?/(\S*\d)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             named.setdefault(name, set()).add(page.name)
     assert named and [name for name, pages in named.items() if len(pages) > 1] == []
+
+
+def test_what_make_says_is_in_the_table_of_the_quickstart() -> None:
+    """In the words of the Makefile; the page used to keep those of an earlier one."""
+    said = re.findall(r"^\| `(make: .*?) \.\.\.` \|", read("docs/quickstart.md"), re.MULTILINE)
+    makefile = read("Makefile")
+    assert said and [words for words in said if words not in makefile] == []
+
+
+def test_the_episode_in_the_quickstart_names_its_task_as_a_run_does() -> None:
+    """By the identifier of the sample; the number of the template that the page showed is in no episodes.txt."""
+    [(sample, task, seed)] = re.findall(
+        r"^=== step \d+, sample (\S+)@\d+: \w+ task (\S+) \(seed (\d+)\)", read("docs/quickstart.md"), re.MULTILINE
+    )
+    assert sample == task and task.endswith(f"-{seed}")
