@@ -814,7 +814,9 @@ class ExperimentConfig:
     )
     builtin: BuiltinModelConfig = section(BuiltinModelConfig, idle="it describes the model of actor.path=builtin")
     warm_start: WarmStartConfig = section(
-        WarmStartConfig, idle="a warm start belongs to actor.path=builtin, or to actor.warm_start=true"
+        WarmStartConfig,
+        idle="a warm start belongs to actor.path=builtin, for environments with a scripted solver, or to "
+        "actor.warm_start=true",
     )
     dataset: DatasetConfig = section(DatasetConfig)
     gen: GenConfig = section(GenConfig)

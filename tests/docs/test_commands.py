@@ -257,3 +257,16 @@ def test_the_pages_hold_commands_of_every_kind() -> None:
     assert len(every) > 250 and sum(command.program == "realhf.launch" for command in every) > 40
     named = {word.partition("=")[2] for command in every for word in command.words if word.startswith("experiment=")}
     assert named >= {*experiment_names()} - {"sft_aws", "reinforce", "reinforce_aws"}
+
+
+@pytest.mark.slow
+def test_the_options_of_a_short_try_are_taken(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Behind the launches of the page, which play what ``init`` wrote: one was of a warm start, and there is none."""
+    page = (ROOT / "docs" / "environments" / "README.md").read_text()
+    [options] = re.findall(r"^`(total_train_steps=[^`]*)` behind these", page, re.MULTILINE)
+    monkeypatch.chdir(workplace)
+    for experiment in ("grpo", "grpo_async"):
+        arguments = [f"experiment={experiment}", "env.path=mine.py:Mine", *options.split(), "mode=check"]
+        assert launch(arguments) == 0, capsys.readouterr().err
