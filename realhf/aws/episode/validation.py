@@ -24,7 +24,7 @@ from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode, EpisodeError
 from realhf.aws.episode.world import SetupError, TargetError, make_targets
 from realhf.aws.grading.criteria import parse_criteria
 from realhf.aws.grading.differences import has_field
-from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
+from realhf.aws.grading.grader import free_field, freedom_of, is_graded_by_end_state
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.loader import SPLITS, Template, instantiate, is_name, line_of, mistakes, whole_state, with_drifts
@@ -72,10 +72,11 @@ def template_problems(template: Template) -> list[Fault]:
         operations = frozenset() if is_graded_by_end_state(task) else parse_criteria(task.success).operations
     except (TaskError, KeyError, TypeError) as error:
         return [Fault(f"{type(error).__name__}: {error}", "success_criteria" if template.success_criteria else "")]
-    try:
-        freedom_of(task)
-    except TaskError as error:
-        return [Fault(str(error), "free")]
+    for place, line in enumerate(task.free):
+        try:
+            free_field(line)
+        except TaskError as error:
+            return [Fault(str(error), "free", place)]
     return [*_policy_problems(task, operations), *_text_problems(task, operations), *_drift_promises(task)]
 
 
@@ -184,18 +185,21 @@ def _problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
 
 
 def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
-    """Find free fields that nothing has in the accounts that the solutions leave: a misspelt one frees nothing."""
+    """Find free fields that nothing has in the accounts that the solutions leave: a misspelt one frees nothing. Nor
+    may a solution choose otherwise than an agent may."""
     free = freedom_of(task).free
     ends = [target.end for target in make_targets(episode.slot, task, task.seed)] if free else []
     kinds = {f"{key[0]}/{key[1]}" for end in ends for key in end.resources}
-    for place, (kind, limited) in enumerate(free):
-        path = limited.partition(" = ")[0]
+    for place, (kind, path, values) in enumerate(free):
         if kind not in kinds:
             others = sorted(one for one in kinds if one.partition("/")[0] == kind.partition("/")[0])
             yield Fault(
                 f"free: no solution leaves a {kind}, but {', '.join(others) or 'other services'}", "free", place
             )
-        elif not (any(has_field(end, kind, path) for end in ends) or _may_be_empty(kind, path)):
+        elif any(has_field(end, kind, path) for end in ends):
+            if not any(has_field(end, kind, path, values) for end in ends):
+                yield Fault(f"free: a solution's own {path} is not {values}", "free", place)
+        elif not _may_be_empty(kind, path):
             yield Fault(f"free: no {kind} that a solution leaves has a field {path}", "free", place)
 
 
@@ -208,8 +212,14 @@ def _may_be_empty(kind: str, path: str) -> bool:
         model = botocore.loaders.create_loader().load_service_model(kind.partition("/")[0], "service-2")
     except UnknownServiceError:
         return False
-    known = {name for shape in model["shapes"].values() for name in shape.get("members", ())}
-    return path.rpartition(".")[2].removesuffix("[]") in known
+    shapes = model["shapes"]
+    types = {
+        (name, shapes[member["shape"]]["type"])
+        for shape in shapes.values()
+        for name, member in shape.get("members", {}).items()
+    }
+    *steps, last = path.replace("[]", "").split(".")
+    return any(name == last for name, _ in types) or any((step, "map") in types for step in steps)
 
 
 def wrong_names(task: Task) -> Iterator[list[str]]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from realhf.aws.grading.meanings import holds_tags, is_setting, only_describes
@@ -97,10 +97,11 @@ _VERSIONS = (None, "2008-10-17", "2012-10-17")
 
 @dataclass(frozen=True)
 class Freedom:
-    """Says what an agent may choose. ``free``: (service/kind, path) of fields, where a path may end in " = " and globs
-    of the values to choose among, divided by "|"; ``may_change``: globs of service/kind/identity."""
+    """Says what an agent may choose. ``free``: (service/kind, path, values to choose among) of fields;
+    ``may_change``: globs of service/kind/identity. A path has steps divided by dots, in quotes where a name has one.
+    Values are divided by "|": a glob, bounds of a number ("1..9"), or what there is of a kind ("@service/kind")."""
 
-    free: tuple[tuple[str, str], ...] = ()
+    free: tuple[tuple[str, str, str], ...] = ()
     may_change: tuple[str, ...] = ()
 
 
@@ -425,7 +426,10 @@ class _Reading:
 
     def __init__(self, target: Target, freedom: Freedom) -> None:
         self._states = (target.start, *target.states)
-        self._known, self._freedom = _identifying(self._states), freedom
+        self._known = _identifying(self._states)
+        self._free: dict[str, list[tuple[list[str], str]]] = {}
+        for kind, path, values in freedom.free:
+            self._free.setdefault(kind, []).append((_steps(path), values))
         # a resource that is as in the target is the same object, as long as ``snapshot`` remembers it
         self._read = {id(held): [*_leaves(held, "")] for state in self._states for held in state.resources.values()}
 
@@ -439,7 +443,10 @@ class _Reading:
         counted: Counter[tuple[Key, str, str]] = Counter()
         for key, attributes in snapshot.resources.items():
             place = key if DRAWN not in key[2] else (key[0], key[1], _TOKEN.sub(renamed, key[2]))
-            free = [_steps(path) for kind, path in self._freedom.free if kind == f"{key[0]}/{key[1]}"]
+            free = [
+                (steps, partial(_is_among, values, snapshot))
+                for steps, values in self._free.get(f"{key[0]}/{key[1]}", ())
+            ]
             counted[place, "", "{}"] += 1
             read = None if free else self._read.get(id(attributes))
             for path, value in _leaves(_without(attributes, free), "") if read is None else read:
@@ -474,43 +481,65 @@ def canonical(value: Any) -> str:
     return json.dumps(str(value), ensure_ascii=False)  # a number may be written as a text, and a truth, too
 
 
-def _without(value: Any, paths: Sequence[list[str]]) -> Any:
-    """Return a value without the fields at these paths; ``name[]`` goes through a list."""
+Choices = Sequence[tuple[list[str], Callable[[str], bool]]]
+"""Fields by the steps that lead to them, and whether a value may be chosen there."""
+
+
+def _without(value: Any, choices: Choices) -> Any:
+    """Return a value without the texts, numbers and truths that may be chosen; ``name[]`` goes through a list."""
     if isinstance(value, list):
-        left = [(item, _without(item, paths)) for item in value]
+        left = [(item, _without(item, choices)) for item in value]
         return [kept for item, kept in left if kept or not item]  # what is empty is as good as absent
     if not isinstance(value, Mapping):
         return value
     found = {}
     for name, item in value.items():
-        deeper = [path[1:] for path in paths if _leads_to(path[0], name, item)]
-        if [] in deeper:
-            continue
-        kept = _without(item, deeper) if deeper else item
-        if kept or not item:
-            found[name] = kept
+        here = [(steps[1:], may) for steps, may in choices if steps[0].removesuffix("[]") in (name, "*")]
+        ends = [may for steps, may in here if not steps]
+        if isinstance(item, Mapping | list):
+            deeper = [(steps, may) for steps, may in here if steps]
+            items = [one for one in item if not _is_chosen(one, ends)] if isinstance(item, list) else item
+            kept = _without(items, deeper) if deeper else items
+            if kept or not item:
+                found[name] = kept
+        elif not _is_chosen(item, ends):
+            found[name] = item
     return found
 
 
+def _is_chosen(value: Any, choices: Iterable[Callable[[str], bool]]) -> bool:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return not isinstance(value, Mapping | list) and any(may(text) for may in choices)
+
+
 def _steps(path: str) -> list[str]:
-    """Return the steps of a free path; the last keeps its values."""
-    fields, equals, values = path.partition(" = ")
-    *steps, last = fields.split(".")
-    return [*steps, f"{last}{equals}{values}"]
+    return [step.strip('"') for step in re.findall(r'"[^"]*"|[^."]+', path)]
 
 
-def _leads_to(step: str, name: str, value: Any) -> bool:
-    """Return whether a step of a free path leads to a field with this value."""
-    field, _, values = step.partition(" = ")
-    if field.removesuffix("[]") not in (name, "*"):
-        return False
-    return not values or any(fnmatchcase(str(value), glob.strip()) for glob in values.split("|"))
+def _is_among(values: str, snapshot: Snapshot, text: str) -> bool:
+    """Return whether a text is one of the values of a free field."""
+    for value in map(str.strip, values.split("|")):
+        low, dots, high = value.partition("..")
+        if value.startswith("@"):
+            if (*value[1:].split("/", 1), text) in snapshot.resources:
+                return True
+        elif dots and _is_number(low) and _is_number(high):
+            if _is_number(text) and float(low) <= float(text) <= float(high):
+                return True
+        elif fnmatchcase(text, value):
+            return True
+    return False
 
 
-def has_field(snapshot: Snapshot, kind: str, path: str) -> bool:
-    """Return whether a resource of the kind ("service/kind") has a field at this path."""
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"-?\d+(\.\d+)?", text) is not None
+
+
+def has_field(snapshot: Snapshot, kind: str, path: str, values: str = "*") -> bool:
+    """Return whether a resource of the kind ("service/kind") has one of these values at this path."""
+    asked = [(_steps(path), partial(_is_among, values, snapshot))]
     found = (attributes for key, attributes in snapshot.resources.items() if kind == f"{key[0]}/{key[1]}")
-    return any(_without(attributes, [path.split(".")]) != attributes for attributes in found)
+    return any(_without(attributes, asked) != attributes for attributes in found)
 
 
 def _tokens(snapshot: Snapshot) -> Iterator[tuple[Key, list[str]]]:

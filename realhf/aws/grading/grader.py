@@ -184,15 +184,18 @@ def is_graded_by_end_state(task: Task) -> bool:
     return not task.success
 
 
+def free_field(line: str) -> tuple[str, str, str]:
+    """Return (service/kind, path, values) of a free field. Raises TaskError for one without bounds."""
+    kind, _, field = line.partition(":")
+    path, _, values = field.partition(" = ")
+    if "/" not in kind or not path.strip() or not values.strip():
+        raise TaskError(f'task.free: {line!r} is not "service/kind: path = value | value"')
+    return kind.strip(), path.strip(), values.strip()
+
+
 def freedom_of(task: Task) -> Freedom:
-    """Return what a task leaves to the agent. Raises TaskError for a free field that is not "service/kind: path"."""
-    free = []
-    for line in task.free:
-        kind, colon, path = line.partition(":")
-        if not colon or "/" not in kind or not path.strip():
-            raise TaskError(f'task.free: {line!r} is not "service/kind: path"')
-        free.append((kind.strip(), path.strip()))
-    return Freedom(tuple(free), task.may_change)
+    """Return what a task leaves to the agent. Raises TaskError for a free field without bounds."""
+    return Freedom(tuple(map(free_field, task.free)), task.may_change)
 
 
 class EndStateGrader:

@@ -21,7 +21,13 @@ Answer = tuple[int, Mapping[str, str], bytes]
 
 def install() -> None:
     """Apply all corrections. Raises RuntimeError when this version of MiniStack lacks what is corrected."""
-    for correct in (_keep_dns_names_in_lower_case, _answer_polls_in_time, _know_groups_by_name):
+    for correct in (
+        _keep_dns_names_in_lower_case,
+        _answer_polls_in_time,
+        _know_groups_by_name,
+        _keep_groups_in_bounds,
+        _match_families,
+    ):
         try:
             correct()
         except (AttributeError, KeyError) as error:
@@ -80,6 +86,53 @@ def _know_groups_by_name() -> None:
     revoke_in, revoke_out = handlers["RevokeSecurityGroupIngress"], handlers["RevokeSecurityGroupEgress"]
     handlers["RevokeSecurityGroupIngress"] = groups.by_name(groups.revoked(revoke_in, "IpPermissions"))
     handlers["RevokeSecurityGroupEgress"] = groups.revoked(revoke_out, "IpPermissionsEgress")
+
+
+def _keep_groups_in_bounds() -> None:
+    """Keep the desired capacity of an Auto Scaling group within its bounds when these are updated: MiniStack takes any,
+    and leaves it below a new minimum.
+
+    https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_UpdateAutoScalingGroup.html
+    """
+    autoscaling = _module("autoscaling")
+    update = autoscaling._ACTION_MAP["UpdateAutoScalingGroup"]
+
+    def updated(request: Parameters) -> Answer:
+        group = autoscaling._asgs.get(autoscaling._p(request, "AutoScalingGroupName"))
+        if group is None:
+            return update(request)
+        sizes = ("MinSize", "DesiredCapacity", "MaxSize")
+        low, desired, high = (int(autoscaling._p(request, name) or group[name]) for name in sizes)
+        if not autoscaling._p(request, "DesiredCapacity"):
+            desired = min(max(low, desired), high)
+        if not low <= desired <= high:
+            bounds = f"the specified min size:{low} and max size:{high}"
+            return autoscaling._error("ValidationError", f"Desired capacity:{desired} must be between {bounds}")
+        return update({**request, "DesiredCapacity": [str(desired)]})
+
+    autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = updated
+
+
+def _match_families() -> None:
+    """Refuse a PostgreSQL instance whose version is of another family than its parameter group.
+
+    https://docs.aws.amazon.com/AmazonRDS/latest/UserGuide/parameter-groups-overview.html
+    """
+    rds = _module("rds")
+    create = rds._ACTION_MAP["CreateDBInstance"]
+
+    def created(request: Parameters) -> Answer:
+        name, engine = rds._p(request, "DBParameterGroupName"), rds._p(request, "Engine")
+        group = rds._param_groups.get(name)
+        version = rds._p(request, "EngineVersion") or rds._default_engine_version(engine)
+        family = f"postgres{version.partition('.')[0]}"
+        if engine != "postgres" or group is None or group["DBParameterGroupFamily"] == family:
+            return create(request)
+        named = f"{name} with DBParameterGroupFamily {group['DBParameterGroupFamily']}"
+        message = f"The parameter group {named} can't be used for this instance. Use a parameter group of {family}."
+        return rds._error("InvalidParameterCombination", message, 400)
+
+    rds._ACTION_MAP["CreateDBInstance"] = created
 
 
 Parameters = dict[str, Any]

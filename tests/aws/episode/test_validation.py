@@ -76,8 +76,8 @@ TASK = """
     - aws ssm put-parameter --name {name} --type String --value ${step1:Status}
   mistakes: []
   free:
-    - "ssm/parameters: Description"
-    - "ssm/parameters: Value"
+    - "ssm/parameters: Description = *"
+    - "ssm/parameters: Value = Enabled | Suspended"
 """
 
 
@@ -86,8 +86,10 @@ TASK = """
 @pytest.mark.parametrize(
     ("free", "text"),
     [
-        ("ssm/parameter: Value", "no solution leaves a ssm/parameter, but ssm/parameters"),
-        ("ssm/parameters: Valeu", "no ssm/parameters that a solution leaves has a field Valeu"),
+        ("ssm/parameter: Value = Enabled", "free: no solution leaves a ssm/parameter, but ssm/parameters"),
+        ("ssm/parameters: Valeu = Enabled", "free: no ssm/parameters that a solution leaves has a field Valeu"),
+        ("ssm/parameters: Value = Off | On", "free: a solution's own Value is not Off | On"),
+        ("ssm/parameters: Value", "task.free: 'ssm/parameters: Value' is not \"service/kind: path = value | value\""),
     ],
 )
 def test_a_field_that_nothing_has_is_named_with_its_line(
@@ -95,9 +97,9 @@ def test_a_field_that_nothing_has_is_named_with_its_line(
 ) -> None:
     """A misspelt ``free`` frees nothing, and the grader refuses what it was meant to let be; one that is empty may be
     given."""
-    status, said = said_of(own_file, TASK.replace("ssm/parameters: Value", free), capsys)
+    status, said = said_of(own_file, TASK.replace("ssm/parameters: Value = Enabled | Suspended", free), capsys)
     assert status == 1
-    assert f"{own_file}:15: task 901: free: {text}" in said
+    assert f"{own_file}:15: task 901: {text}" in said
     assert ":14:" not in said, "the description is empty"
 
 
@@ -111,7 +113,7 @@ def test_a_solution_that_misses_its_own_target_is_named_with_its_line(
     text = TASK.replace(made, "logs create-log-group --log-group-name {name}")
     text = text.replace("s3api get-bucket-versioning --bucket {name}", "logs describe-log-groups")
     text = text.replace("${step1:Status}", "at-${step1:logGroups[0].creationTime}")
-    text = text.replace('    - "ssm/parameters: Value"\n', "")
+    text = text.replace('    - "ssm/parameters: Value = Enabled | Suspended"\n', "")
     status, said = said_of(own_file, text, capsys)
     assert status == 1
     assert f"{own_file}:9: task 901: the solution, played once more, does not reach what it left" in said

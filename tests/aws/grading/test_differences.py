@@ -55,7 +55,7 @@ def test_another_value_and_a_field_too_many_are_not_achieved() -> None:
 
 
 def test_what_is_free_is_not_looked_at() -> None:
-    freedom = Freedom(free=(("sns/topics", "display"), ("sns/topics", "rules[].id")))
+    freedom = Freedom(free=(("sns/topics", "display", "*"), ("sns/topics", "rules[].id", "*")))
     assert verdict(QUEUE, topic(display="Olds"), freedom=freedom).achieved
     named = topic(display="News", rules=[{"id": "x"}])
     assert verdict(QUEUE, named, freedom=freedom).achieved, "what nothing but a free field is in is as good as absent"
@@ -312,10 +312,38 @@ def test_a_language_of_policies_that_aws_does_not_know_is_not_the_same() -> None
         assert verdict(QUEUE, end, target=account(topic(policy=policy))).achieved is right
 
 
-@pytest.mark.parametrize(("display", "achieved"), [("Olds 2", True), ("2.5", True), ("Views", False), ("2x5", False)])
-def test_a_free_field_may_be_limited_to_some_values(display: str, achieved: bool) -> None:
-    freedom = Freedom(free=(("sns/topics", "display = News | Olds ? | 2.*"),))
+@pytest.mark.parametrize(
+    ("values", "display", "achieved"),
+    [
+        ("News | Olds ? | 2.*", "Olds 2", True),
+        ("News | Olds ? | 2.*", "2.5", True),
+        ("News | Olds ? | 2.*", "Views", False),
+        ("News | Olds ? | 2.*", "2x5", False),
+        ("News | 0 | 2..6", 6, True),
+        ("News | 0 | 2..6", "6", True),
+        ("News | 0 | 2..6", 7, False),
+        ("News | 0 | 2..6", 1, False),
+        ("News | 2..6", "many", False),
+        ("News | true", True, True),
+        ("News | @sqs/queues", "old", True),
+        ("News | @sqs/queues", "new", False),
+        ("News | @sns/topics", "old", False),
+        ("*", {"a": "News"}, False),
+    ],
+)
+def test_a_free_field_is_limited_to_some_values(values: str, display: object, achieved: bool) -> None:
+    freedom = Freedom(free=(("sns/topics", "display", values),))
     assert verdict(QUEUE, topic(display=display), freedom=freedom).achieved == achieved
+
+
+def test_free_elements_of_a_list_and_names_with_dots() -> None:
+    freedom = Freedom(free=(("sns/topics", 'options."a.b"', "x"), ("sns/topics", "nets[]", "one | two")))
+    for more, achieved in (
+        ({"options": {"a.b": "x"}, "nets": ["two", "one"]}, True),
+        ({"options": {"a": {"b": "x"}}}, False),
+        ({"nets": ["one", "three"]}, False),
+    ):
+        assert verdict(QUEUE, topic(display="News", **more), freedom=freedom).achieved is achieved, more
 
 
 def test_what_the_solution_passes_through_harms_nothing() -> None:

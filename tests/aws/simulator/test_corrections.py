@@ -96,3 +96,36 @@ def test_one_range_of_a_rule_is_revoked(aws) -> None:
     assert [rule["CidrIpv4"] for rule in json.loads(answer)["RevokedSecurityGroupRules"]] == ["10.0.0.0/8"]
     query = f"--group-ids {group} --query SecurityGroups[].IpPermissions[].IpRanges[].CidrIp"
     assert json.loads(aws(f"ec2 describe-security-groups {query}")[1]) == ["11.0.0.0/8"]
+
+
+def test_a_group_keeps_its_capacity_within_its_bounds(aws) -> None:
+    """Any was taken, and a new minimum left it where it was."""
+    aws(
+        "autoscaling create-launch-configuration --launch-configuration-name l --image-id ami-1 --instance-type t3.nano"
+    )
+    group = "--auto-scaling-group-name g"
+    made = "--launch-configuration-name l --min-size 0 --max-size 1 --availability-zones us-east-1a"
+    aws(f"autoscaling create-auto-scaling-group {group} {made}")
+
+    def capacity() -> int:
+        answer = aws("autoscaling describe-auto-scaling-groups --auto-scaling-group-names g")[1]
+        return json.loads(answer)["AutoScalingGroups"][0]["DesiredCapacity"]
+
+    for sizes in ("--desired-capacity 2", "--min-size 2 --max-size 4 --desired-capacity 1"):
+        assert "ValidationError" in aws(f"autoscaling update-auto-scaling-group {group} {sizes}")[2]
+    assert aws(f"autoscaling update-auto-scaling-group {group} --min-size 2 --max-size 4")[0] == 0
+    assert capacity() == 2
+    assert aws(f"autoscaling update-auto-scaling-group {group} --desired-capacity 3")[0] == 0
+    assert capacity() == 3
+
+
+def test_a_parameter_group_of_another_family_is_refused(aws) -> None:
+    """It was taken whatever the version."""
+    family = "--db-parameter-group-family postgres16 --description d"
+    aws(f"rds create-db-parameter-group --db-parameter-group-name p {family}")
+    made = "--engine postgres --db-instance-class db.t3.micro --allocated-storage 20 --master-username app"
+    create = f"rds create-db-instance --db-instance-identifier d {made} --master-user-password long-enough"
+    for version in ("", " --engine-version 15.3"):
+        refused = aws(f"{create} --db-parameter-group-name p{version}")
+        assert "InvalidParameterCombination" in refused[2], version
+    assert aws(f"{create} --db-parameter-group-name p --engine-version 16.4")[0] == 0
