@@ -154,6 +154,8 @@ class Verdict:
     held: frozenset[str] = frozenset()
     parts: tuple[int, ...] = ()
     """Places of the solution's commands whose part is there."""
+    spoilt: frozenset[str] = frozenset()
+    """What stands where something is wanted, and is neither that, nor what was there, nor what leads to it."""
 
     def words(self) -> list[str]:
         """Return, for the author of a task, what keeps it from being achieved."""
@@ -177,6 +179,7 @@ class Goal:
         self.wanted = {("+", leaf) for leaf in self.last - self.first}
         self.wanted |= {("-", leaf) for leaf in self.first - self.last}
         self.parts = _parts(self.wanted, states)
+        self.places = {leaf[:2] for _, leaf in self.wanted}
         self._policies = {leaf[:2]: leaf for leaf in self.first if leaf[1].endswith(_POLICY)}
         self._policies |= {leaf[:2]: leaf for leaf in self.last if leaf[1].endswith(_POLICY)}
         self._as_good: dict[tuple[Key, str], list[str]] = {}
@@ -246,6 +249,7 @@ class Comparison:
             differences=told,
             held=frozenset(f"{sign} {_said(leaf)}" for sign, leaf in held),
             parts=tuple(command for command, part in goal.parts if part <= held),
+            spoilt=frozenset(_said(leaf) for leaf in now - goal.passed if leaf[:2] in goal.places),
         )
 
     def _gone(self, end: Snapshot, names: Mapping[str, str]) -> set[Key]:

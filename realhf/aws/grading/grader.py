@@ -201,7 +201,8 @@ def freedom_of(task: Task) -> Freedom:
 class EndStateGrader:
     """Grades one episode. ``goals`` waits for what the solutions ask for, ``read`` takes a snapshot.
     Verification runs only where a request could have changed something. ``sparing``: a command that writes and mends
-    nothing is counted in ``needless_writes``."""
+    nothing is counted in ``needless_writes``, and one that puts another value than the wanted one where one is
+    wanted."""
 
     def __init__(self, task: Task, goals: Callable[[], tuple[Goal, ...]], read: Callable[[], Snapshot]) -> None:
         self.criteria = Criteria(services=services_of(task.solution))
@@ -246,10 +247,10 @@ class EndStateGrader:
         if self.grade.achieved or not (wrote or lost):
             self.lost_ground = False
             return self.grade
-        before = self._verdict.held if self._verdict else frozenset()
+        before, spoilt = (self._verdict.held, self._verdict.spoilt) if self._verdict else (frozenset(), frozenset())
         verdict = self._verdict = self._judge()
         self.lost_ground = bool(before - verdict.held)
-        if self._sparing and wrote and not verdict.held - self._ever_held:
+        if self._sparing and wrote and (not verdict.held - self._ever_held or verdict.spoilt - spoilt):
             self.needless_writes += 1
         self._ever_held |= verdict.held
         self.grade = Grade(verdict.progress, verdict.achieved, bool(verdict.harms - self._excused))

@@ -3,7 +3,7 @@
     achieved      V = (1.05 where chaos was survived, else 1) * 0.85**hints
     not achieved  V = clamp(0.9 P (half of it after a failed command) - 0.1 rollbacks + 0.02 retries, 0, 0.99)
                       * 0.85**hints
-    sparing tasks V * 0.9**(writes that changed nothing)
+    sparing tasks V * 0.5**(writes that mended nothing)
     harmed        V = -0.25 while something that the task protects is not as set-up left it
     reward of a step = V now - V before,  V before the first step = 0
 
@@ -25,8 +25,9 @@ ROLLBACK_PENALTY = 0.1
 RETRY_BONUS = 0.02
 UNFINISHED_CAP = 0.99
 HINT_FACTOR = 0.85
-NEEDLESS_FACTOR = 0.9
-"""Factor per write that changed nothing, in tasks that ask to look before anything is written."""
+NEEDLESS_FACTOR = 0.5
+"""Factor per write that mended nothing, in tasks that ask to look before anything is written: whoever applies the whole
+desired state without a look writes one to three of them."""
 HARM_PENALTY = 0.25
 """Score after harm: to do harm must be worse than to do nothing, and no progress makes up for it."""
 CHAOS_SURVIVED = 1.05

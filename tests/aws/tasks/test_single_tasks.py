@@ -123,10 +123,33 @@ def test_a_write_that_changes_nothing_costs_and_a_look_does_not(episode: Episode
     look = f"aws dynamodb describe-table --table-name {task.params['name']}"
     assert play(episode, task, [look, look, protect, look, recover], [0, 1]) == (True, 1.0)
     achieved, total = play(episode, task, [protect, protect, recover], [0, 1])
-    assert achieved and total == pytest.approx(0.9)
+    assert achieved and total == pytest.approx(0.5)
     gone = look.replace("describe-table", "untag-resource").replace("--table-name", "--resource-arn") + " --tag-keys x"
     achieved, total = play(episode, task, [gone, protect, recover], [0, 1])
-    assert achieved and total == pytest.approx(0.9), "an attempt that was refused is a blind one too"
+    assert achieved and total == pytest.approx(0.5), "an attempt that was refused is a blind one too"
+
+
+def test_another_wrong_value_over_one_that_drifted_is_a_needless_write(episode: Episode) -> None:
+    """It takes away what should not be there, and brings nothing that should."""
+    task = instantiate(505, 0)
+    name = task.params["name"]
+    retention = f"aws logs put-retention-policy --log-group-name /jobs/{name} --retention-in-days"
+    for drifts in itertools.combinations(range(len(task.possible_drifts)), 2):
+        repairs = with_drifts(task, drifts).solution
+        for place, repair in enumerate(repairs):
+            if not repair.startswith(retention):
+                continue
+            for days in ("7", "400"):
+                spoilt = [f"{retention} {days}", *repairs]
+                assert play(episode, task, spoilt, drifts) == (True, pytest.approx(0.5)), (drifts, place, days)
+            removed = retention.replace("put", "delete").removesuffix(" --retention-in-days")
+            assert play(episode, task, [removed, *repairs], drifts) == (True, 1.0), "what is in the way may go first"
+    both = "aws lambda update-function-configuration --function-name {} --timeout {} --environment {}"
+    task = instantiate(506, 0)
+    name, right = task.params["name"], with_drifts(task, [0, 2]).solution
+    assert play(episode, task, right, [0, 2]) == (True, 1.0)
+    half = both.format(name, "7", "Variables={STAGE=production}")
+    assert play(episode, task, [half, *right], [0, 2])[1] <= 0.5, "one is mended, and one is spoilt"
 
 
 def test_a_wrong_value_written_first_does_not_make_a_blind_repair_one_with_a_look(episode: Episode) -> None:
