@@ -57,7 +57,7 @@ _OPERATIONS = {
     "describe-launch-templates describe-launch-template-versions create-launch-template delete-launch-template "
     "describe-network-interfaces",
     "ecr": "create-repository describe-repositories delete-repository put-lifecycle-policy "
-    "get-lifecycle-policy delete-lifecycle-policy list-images put-image-scanning-configuration "
+    "get-lifecycle-policy delete-lifecycle-policy list-images describe-images put-image-scanning-configuration "
     "put-image-tag-mutability set-repository-policy get-repository-policy delete-repository-policy "
     "tag-resource list-tags-for-resource describe-registry",
     "ecs": "create-cluster list-clusters describe-clusters delete-cluster register-task-definition "
@@ -110,7 +110,8 @@ _OPERATIONS = {
     "get-log-events filter-log-events put-metric-filter describe-metric-filters delete-metric-filter "
     "tag-log-group list-tags-log-group tag-resource list-tags-for-resource put-subscription-filter "
     "describe-subscription-filters",
-    "opensearch": "list-domain-names describe-domain create-domain delete-domain list-versions",
+    "opensearch": "list-domain-names describe-domain describe-domains describe-domain-config create-domain "
+    "delete-domain list-versions",
     "rds": "create-db-instance describe-db-instances delete-db-instance modify-db-instance "
     "describe-db-clusters create-db-subnet-group describe-db-subnet-groups delete-db-subnet-group "
     "create-db-parameter-group describe-db-parameter-groups delete-db-parameter-group "

@@ -146,12 +146,13 @@ _PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
 @dataclass(frozen=True)
 class Verdict:
     """Holds the decision on a command line: ``argv`` (without ``aws``) when allowed, with ``service`` and ``operation``
-    as the CLI names them (for a waiter the operation that it sends); ``answer`` when the text is known without running
-    anything; otherwise ``rule`` and a text for the observation."""
+    as the CLI names them (for a waiter, which ``waits``, the operation it sends); ``answer`` when the text is known
+    without running anything; otherwise ``rule`` and a text for the observation."""
 
     argv: tuple[str, ...] = ()
     service: str = ""
     operation: str = ""
+    waits: bool = False
     answer: str | None = None
     rule: str | None = None
     message: str = ""
@@ -217,7 +218,8 @@ def _checked(words: Sequence[str]) -> Verdict:
     if operation == "help":
         waiters = (f"wait {name}" for name in WAITERS.get(service, ()))
         return Verdict(answer=_listing(f"operations of {service}", [*ALLOWED[service], *waiters]))
-    if operation == "wait":
+    waits = operation == "wait"
+    if waits:
         name, *arguments = arguments or [""]
         operation = WAITERS.get(service, {}).get(name, "")
         if not operation:
@@ -228,7 +230,7 @@ def _checked(words: Sequence[str]) -> Verdict:
         refuse("operation", "only the operations of a service can be listed: aws SERVICE help")
     _check_values(service, words)
     _check_files(service, operation, arguments)
-    return Verdict(argv=tuple(words), service=service, operation=operation)
+    return Verdict(argv=tuple(words), service=service, operation=operation, waits=waits)
 
 
 def _listing(title: str, names: Iterable[str]) -> str:

@@ -172,10 +172,10 @@ class Criteria:
 
     def matches(self, deed: Evidence) -> bool:
         """Return whether a single request matches by exact names (layer 7): it asks the demanded question of the
-        demanded resource, by its name, ARN or URL. A text that the command has to contain must be in the line that sent
-        the request."""
+        demanded resource, by its name, ARN or URL, and shows the answer, which a waiter does not. A text that the
+        command has to contain must be in the line that sent the request."""
         asked = asks(deed.operation, deed.params, self.operation, self.params)
-        return asked and self.command_contains in deed.command
+        return asked and self.command_contains in deed.command and not check_command(deed.command).waits
 
 
 def parse_criteria(data: Mapping[str, Any]) -> Criteria:

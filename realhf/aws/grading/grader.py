@@ -126,7 +126,10 @@ class Grader:
         return Grade(progress, passing == n_checks and reached)
 
     def _judge_request(self, worthy: Sequence[Evidence]) -> Grade:
-        achieved = any(map(self.criteria.matches, worthy))
+        """Return the grade of the requests of one command. Where the task asks for a look, one that also writes is none
+        (``s3 rm --recursive`` lists what it deletes)."""
+        writes = any(not is_read(deed.operation) for deed in worthy)
+        achieved = any(map(self.criteria.matches, worthy)) and not (is_read(self.criteria.operation) and writes)
         return Grade(float(achieved), achieved)
 
     def _judge_creation(self) -> Grade:

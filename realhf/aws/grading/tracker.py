@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jmespath
@@ -39,20 +39,91 @@ _NAMES: Mapping[str, re.Pattern[str]] = {
 """By the service of an ARN, where in its resource the name is; elsewhere it is the last part."""
 _PARTIAL_FUNCTION = re.compile(r"(?:\d{12}:)?(?:function:)?([\w-]+)(?::[\w$-]+)?")
 _OWN_ACCOUNTS, _OWN_REGIONS = frozenset({"", "aws", ACCOUNT_ID}), frozenset({"", REGION})
-_QUESTIONS: Mapping[str, tuple[tuple[str, Mapping[str, str]], ...]] = {
-    "cloudformation:ListStackResources": (("cloudformation:DescribeStackResources", {}),),
-    "kinesis:DescribeStreamSummary": (("kinesis:DescribeStreamSummary", {"StreamName": "StreamARN"}),),
-    "lambda:GetFunctionConfiguration": (("lambda:GetFunction", {}),),
-    "logs:DescribeLogStreams": (("logs:DescribeLogStreams", {"logGroupName": "logGroupIdentifier"}),),
-    "opensearch:DescribeDomain": (("opensearch:DescribeDomains", {"DomainName": "DomainNames"}),),
-    "ecr:ListImages": (("ecr:DescribeImages", {}),),
-    "rds:DescribeDBInstances": (
-        ("rds:DescribeDBInstances", {"DBInstanceIdentifier": "Filters[?Name=='db-instance-id'].Values[]"}),
+
+
+@dataclass(frozen=True)
+class _Question:
+    """An operation whose answer shows what is asked for."""
+
+    operation: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    """For a parameter of the wanted operation, where (JMESPath) this one has it, if elsewhere."""
+    narrowed_by: tuple[str, ...] = ()
+    """Parameters with which the answer lacks a part of what is asked for."""
+
+
+def _only_filter(filters: str, key: str, value: str) -> str:
+    """Return the path of the values of the filter ``value``, which finds nothing where another one stands beside it."""
+    return f"!{filters}[1] && {filters}[?{key}=='{value}'].Values[]"
+
+
+_QUESTIONS: Mapping[str, tuple[_Question, ...]] = {
+    "cloudformation:ListStackResources": (
+        _Question("cloudformation:ListStackResources"),
+        _Question("cloudformation:DescribeStackResources", narrowed_by=("LogicalResourceId", "PhysicalResourceId")),
+        _Question(
+            "resourcegroupstaggingapi:GetResources",
+            {"StackName": _only_filter("TagFilters", "Key", "aws:cloudformation:stack-name")},
+            narrowed_by=("ResourceTypeFilters",),
+        ),
     ),
-    "s3:ListObjectsV2": (("s3:ListObjects", {}),),
-    "ssm:GetParameter": (("ssm:GetParameters", {"Name": "Names"}),),
+    "cloudwatch:DescribeAlarms": (_Question("cloudwatch:DescribeAlarms", narrowed_by=("StateValue", "ActionPrefix")),),
+    "ecr:ListImages": (
+        _Question("ecr:ListImages", narrowed_by=("filter",)),
+        _Question("ecr:DescribeImages", narrowed_by=("filter", "imageIds")),
+    ),
+    "events:DescribeRule": (
+        _Question("events:DescribeRule"),
+        _Question("events:ListRules", {"Name": "NamePrefix"}),
+    ),
+    "kinesis:DescribeStreamSummary": (
+        _Question("kinesis:DescribeStreamSummary"),
+        _Question("kinesis:DescribeStreamSummary", {"StreamName": "StreamARN"}),
+        _Question("kinesis:DescribeStream", narrowed_by=("ExclusiveStartShardId",)),
+        _Question("kinesis:DescribeStream", {"StreamName": "StreamARN"}, narrowed_by=("ExclusiveStartShardId",)),
+    ),
+    "lambda:GetFunctionConfiguration": (
+        _Question("lambda:GetFunctionConfiguration"),
+        _Question("lambda:GetFunction"),
+        _Question("lambda:ListVersionsByFunction"),
+    ),
+    "logs:DescribeLogStreams": (
+        _Question("logs:DescribeLogStreams", narrowed_by=("logStreamNamePrefix",)),
+        _Question(
+            "logs:DescribeLogStreams", {"logGroupName": "logGroupIdentifier"}, narrowed_by=("logStreamNamePrefix",)
+        ),
+    ),
+    "opensearch:DescribeDomain": (
+        _Question("opensearch:DescribeDomain"),
+        _Question("opensearch:DescribeDomains", {"DomainName": "DomainNames"}),
+        _Question("opensearch:DescribeDomainConfig"),
+    ),
+    "rds:DescribeDBInstances": (
+        _Question("rds:DescribeDBInstances", narrowed_by=("Filters",)),
+        _Question(
+            "rds:DescribeDBInstances", {"DBInstanceIdentifier": _only_filter("Filters", "Name", "db-instance-id")}
+        ),
+    ),
+    "s3:ListObjectsV2": (
+        _Question("s3:ListObjectsV2", narrowed_by=("Prefix", "StartAfter")),
+        _Question("s3:ListObjects", narrowed_by=("Prefix", "Marker")),
+        _Question("s3:ListObjectVersions", narrowed_by=("Prefix", "KeyMarker")),
+    ),
+    "secretsmanager:DescribeSecret": (
+        _Question("secretsmanager:DescribeSecret"),
+        _Question("secretsmanager:ListSecrets", {"SecretId": _only_filter("Filters", "Key", "name")}),
+    ),
+    "sqs:GetQueueUrl": (
+        _Question("sqs:GetQueueUrl"),
+        _Question("sqs:ListQueues", {"QueueName": "QueueNamePrefix"}),
+    ),
+    "ssm:GetParameter": (
+        _Question("ssm:GetParameter"),
+        _Question("ssm:GetParameters", {"Name": "Names"}),
+        _Question("ssm:GetParameterHistory"),
+    ),
 }
-"""For each operation, others with the same answer, and where (JMESPath) they name a parameter otherwise."""
+"""For each operation, all whose answers show what its own does. Those not listed have no other."""
 _EFFECTS: Mapping[str, frozenset[str]] = {
     "dynamodb:PutItem": frozenset({"dynamodb:UpdateItem"}),
     "s3:PutBucketLifecycleConfiguration": frozenset({"s3:PutBucketLifecycle"}),
@@ -111,25 +182,24 @@ def _identities(service: str, values: Any) -> list[str]:
 
 
 def asks(operation: str, params: Mapping[str, Any], wanted_operation: str, wanted: Mapping[str, Any]) -> bool:
-    """Return whether a request asks what is wanted, of the same resource."""
+    """Return whether the answer to a request shows what is wanted, of the same resource. A parameter that narrows the
+    answer counts as wanted where the task names it."""
     service = operation.partition(":")[0]
+    asked = wanted_operation or operation
     return any(
-        operation == other
+        operation == question.operation
+        and not any(params.get(name) for name in question.narrowed_by if name not in wanted)
         and all(
-            same_meaning(service, jmespath.search(paths.get(key, key), params), value) for key, value in wanted.items()
+            same_meaning(service, jmespath.search(question.names.get(key, key), params), value)
+            for key, value in wanted.items()
         )
-        for other, paths in _ways(wanted_operation or operation)
+        for question in _QUESTIONS.get(asked, (_Question(asked),))
     )
 
 
 def has_effect(operation: str, wanted_operation: str) -> bool:
     """Return whether an operation may bring about what the wanted one does."""
     return operation == wanted_operation or operation in _EFFECTS.get(wanted_operation, frozenset())
-
-
-def _ways(operation: str) -> Iterator[tuple[str, Mapping[str, str]]]:
-    yield operation, {}
-    yield from _QUESTIONS.get(operation, ())
 
 
 _READ_PREFIXES = ("Get", "List", "Describe", "Head", "BatchGet", "Query", "Scan", "Search", "Lookup", "Filter")

@@ -38,8 +38,8 @@ describe-internet-gateways describe-key-pairs describe-launch-templates describe
 describe-network-interfaces describe-regions describe-route-tables describe-security-group-rules \
 describe-security-groups describe-snapshots describe-subnets describe-tags describe-volumes describe-vpc-attribute \
 describe-vpc-endpoints describe-vpcs
-ecr describe-registry describe-repositories get-lifecycle-policy get-repository-policy list-images \
-list-tags-for-resource
+ecr describe-images describe-registry describe-repositories get-lifecycle-policy get-repository-policy \
+list-images list-tags-for-resource
 ecs describe-clusters describe-services list-clusters list-services list-tags-for-resource \
 list-task-definition-families list-task-definitions list-tasks
 efs describe-access-points describe-file-systems describe-lifecycle-configuration describe-mount-targets
@@ -60,7 +60,7 @@ lambda get-alias get-event-source-mapping get-function-concurrency get-policy li
 list-layers list-tags
 logs describe-log-groups describe-log-streams describe-metric-filters describe-subscription-filters \
 list-tags-for-resource list-tags-log-group
-opensearch describe-domain list-domain-names list-versions
+opensearch describe-domain describe-domain-config describe-domains list-domain-names list-versions
 rds describe-db-clusters describe-db-engine-versions describe-db-instances describe-db-parameter-groups \
 describe-db-snapshots describe-db-subnet-groups list-tags-for-resource
 resourcegroupstaggingapi get-resources get-tag-keys get-tag-values
