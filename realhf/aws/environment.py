@@ -161,7 +161,8 @@ def environment_server(options: AwsOptions) -> EnvironmentService:
 T = TypeVar("T")
 SYSTEM_PROMPT = (
     "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts with "
-    "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done."
+    "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done. Leave "
+    "the account as the task asks and nothing else behind."
 )
 _METADATA_S = 20.0
 _NEVER_S = 3600.0

@@ -16,7 +16,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any
 
-from realhf.aws.grading.meanings import holds_tags, is_setting, only_describes
+from realhf.aws.grading.leftovers import OWN, Leaf, left_over, mentions
+from realhf.aws.grading.meanings import is_setting, only_describes
 from realhf.aws.grading.policy_comparison import Gain, TooManySteps
 from realhf.aws.grading.rights import Rights, compare_rights, read_rights
 from realhf.aws.grading.snapshot import Key, Snapshot
@@ -56,8 +57,6 @@ def is_disabling(path: str, value: str) -> bool:
     return any(one.get("Effect") == "Deny" and not one.get("Condition") for one in statements if isinstance(one, dict))
 
 
-Leaf = tuple[Key, str, str, int]
-"""Resource, path, value as JSON, and a number among equal ones."""
 Wanted = tuple[str, Leaf]
 """``+`` and a leaf that should be there, or ``-`` and one that should not."""
 _TOKEN = re.compile(f"{DRAWN}([^{DRAWN}{END_DRAWN}]*){END_DRAWN}")
@@ -69,26 +68,8 @@ _IN_ORDER = frozenset({"command", "entrypoint", "args", "commands", "keyschema"}
 """Lists whose order has a meaning, by the last word of their path in lower case."""
 _POLICY = "{policy}"
 """Ends the path of a policy, which is one leaf."""
-_OWN = "own "
-"""Begins the name of what has no counterpart in the target."""
 _NAME = re.compile(r"^(config/)?(name|[A-Za-z]*Name|[A-Za-z]*Identifier|CreationToken)$")
 _NAME_TAG = '{"Key":"Name",'
-_BESIDE = frozenset(
-    {
-        *("snapshots", "backups", "recovery_points", "executions", "jobs", "functions/versions/"),
-        *("state_machine_versions", "task_defs"),
-    }
-)
-"""Kinds of resources that change nothing of what they name."""
-_ACT = frozenset(
-    {
-        *("esms", "rules", "targets", "schedules", "function_urls", "listeners", "selections", "integrations"),
-        *("routes",),
-    }
-)
-"""Kinds of resources that do something with what they name."""
-_ACTS = re.compile(r"^subscriptions\[\]$|Actions\[\]$")
-"""Paths of what topics and alarms do something with."""
 _USUAL_ENCRYPTION = '{"ApplyServerSideEncryptionByDefault":[{"SSEAlgorithm":["AES256"]}]}'
 _OF_AWS = frozenset({"", "default"})
 _VERSIONS = (None, "2008-10-17", "2012-10-17")
@@ -128,18 +109,19 @@ class Target:
 class Differences:
     """Holds what keeps an account from its target, in words. ``missing``: what is wanted and not so, ``damage``: what
     was and is not, ``gone``: of it, whole resources that are gone or were made anew; ``openings`` and ``extra``: what
-    nobody asked for."""
+    nobody asked for; ``left``: of it, whole resources that the agent has left behind."""
 
     missing: tuple[str, ...] = ()
     damage: tuple[str, ...] = ()
     gone: tuple[str, ...] = ()
     openings: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     @property
     def none(self) -> bool:
         """Whether there is no difference that counts."""
-        return not (self.missing or self.damage or self.gone or self.openings or self.extra)
+        return not (self.missing or self.damage or self.gone or self.openings or self.extra or self.left)
 
 
 @dataclass(frozen=True)
@@ -161,7 +143,7 @@ class Verdict:
         """Return, for the author of a task, what keeps it from being achieved."""
         found = self.differences
         named = (("missing", found.missing), ("damaged", found.damage), ("gone or made anew", found.gone))
-        named += (("opened", found.openings), ("not asked for", found.extra))
+        named += (("opened", found.openings), ("not asked for", found.extra), ("left behind", found.left))
         return [f"{what}: {text}" for what, texts in named for text in texts]
 
 
@@ -225,12 +207,12 @@ class Comparison:
         """Return the verdict about an account."""
         goal, first, last = self.goal, self.goal.first, self.goal.last
         names = _matching(end, goal.target.end, self._renamed)
-        names |= {token: f"{_OWN}{token}" for token in _identifying([end]) if token not in names}
+        names |= {token: f"{OWN}{token}" for token in _identifying([end]) if token not in names}
         now = {goal.meant(leaf) for leaf in goal.read.leaves(end, names)}
         held = {(sign, leaf) for sign, leaf in goal.wanted if (leaf in now) == (sign == "+")}
         gone = self._gone(end, names)
         damage = {leaf for leaf in (first & last) - now if leaf[0] not in gone and not self._may_change(leaf[0])}
-        openings, disabled, extra = self._extras(now - last - first)
+        openings, disabled, extra, left = self._extras(now, end.said)
         still: list[str] = []
         if now != last:
             still, opened, more = self._rights(end, names)
@@ -241,6 +223,7 @@ class Comparison:
             gone=_told("/".join(key) for key in gone),
             openings=_told(openings),
             extra=_told(extra),
+            left=_told("/".join(key) for key in left),
         )
         return Verdict(
             achieved=told.none,
@@ -266,13 +249,13 @@ class Comparison:
     def _may_change(self, key: Key) -> bool:
         return any(fnmatchcase("/".join(key), glob) for glob in self.goal.freedom.may_change)
 
-    def _extras(self, more: Set[Leaf]) -> tuple[list[str], list[str], list[str]]:
-        """Return the openings, what disables something of the set-up, and other extras that are not harmless, in
-        words."""
-        before = {(leaf[0][0], leaf[0][2]) for leaf in self.goal.first}
-        made = {leaf[0] for leaf in self.goal.first}
-        known = {leaf[0] for leaf in self.goal.last} | made
-        names = {re.split("[/:]", key[2])[-1] for key in known} - _OF_AWS
+    def _extras(self, now: Set[Leaf], said: str | None) -> tuple[list[str], list[str], list[str], set[Key]]:
+        """Return the openings, what disables something of the set-up and other extras that are not harmless, in words,
+        and the resources that are left over."""
+        goal = self.goal
+        before = {(leaf[0][0], leaf[0][2]) for leaf in goal.first}
+        made = {leaf[0] for leaf in goal.first}
+        known = {leaf[0] for leaf in goal.last} | made
         held: dict[tuple[str, str], set[str]] = {}
         for key in known:
             for name in (key[2], re.split("[/:]", key[2])[-1]):
@@ -280,28 +263,32 @@ class Comparison:
         users = {key[2] for key in known if key[:2] == ("iam", "users")}
         openings, disabled, extra = [], [], []
         own: dict[Key, list[Leaf]] = {}
-        for leaf in more:
+        for leaf in now - goal.last - goal.first:
             if _is_usual(leaf) and ("s3", "buckets", leaf[0][2]) not in made:
                 continue
             if leaf[0] not in known:
                 own.setdefault(leaf[0], []).append(leaf)
             elif is_opening(*leaf[:3]):
-                (extra if leaf in self.goal.passed else openings).append(leaf)
+                (extra if leaf in goal.passed else openings).append(leaf)
             elif (leaf[0][0], leaf[0][2]) in before and is_disabling(*leaf[1:3]):
                 disabled.append(leaf)
             elif not only_describes(leaf[0], leaf[1]):
                 extra.append(leaf)
         for key, leaves in own.items():
-            if key[:2] == ("iam", "access_keys") and any(_mentions(leaf[2], users) for leaf in leaves):
+            if key[:2] == ("iam", "access_keys") and any(mentions(leaf[2], users) for leaf in leaves):
                 openings += leaves
-                continue
-            acts = any((key[1] in _ACT or _ACTS.search(leaf[1])) and _mentions(leaf[2], names) for leaf in leaves)
-            beside = not _BESIDE.isdisjoint((key[1], key[1].split("/")[0])) or holds_tags(key)
-            if acts or (_is_part(key, held) and not beside):
-                opens = any(is_opening(*leaf[:3]) for leaf in leaves)
-                harms = (key[0], key[2]) in before and any(is_disabling(*leaf[1:3]) for leaf in leaves)
-                (openings if opens else disabled if harms else extra).extend(leaves)
-        return [*map(_said, openings)], [*map(_said, disabled)], [*map(_said, extra)]
+            elif _is_part(key, held):
+                if any(is_opening(*leaf[:3]) for leaf in leaves):
+                    openings += leaves
+                elif (key[0], key[2]) in before and any(is_disabling(*leaf[1:3]) for leaf in leaves):
+                    disabled += leaves
+                elif is_setting(key):
+                    extra += [leaf for leaf in leaves if not only_describes(*leaf[:2])]
+        left: set[Key] = set()
+        if own:
+            wanted = {leaf[0] for leaf in goal.last} - made
+            left = left_over(own, (leaf for leaf in now if leaf[0] in known), wanted, said)
+        return [*map(_said, openings)], [*map(_said, disabled)], [*map(_said, extra)], left
 
     def _rights(self, end: Snapshot, names: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
         """Return who may do more than in the target: by what was so before, by whatever way it stays so, and who gained
@@ -442,7 +429,7 @@ class _Reading:
 
         def renamed(match: re.Match[str]) -> str:
             token = names.get(match[1], "" if names else match[1])
-            return f"{DRAWN}{token}{END_DRAWN}" if token in self._known or token.startswith(_OWN) else _ANY
+            return f"{DRAWN}{token}{END_DRAWN}" if token in self._known or token.startswith(OWN) else _ANY
 
         counted: Counter[tuple[Key, str, str]] = Counter()
         for key, attributes in snapshot.resources.items():
@@ -639,7 +626,7 @@ def _references(snapshot: Snapshot) -> References:
 
 def _named_by(references: References, token: str, names: Mapping[str, str]) -> Counter[tuple[Key, str, str]]:
     """Return what refers to a drawn name, as ``_skeleton`` does but for the name itself."""
-    told = {**names, token: _OWN}
+    told = {**names, token: OWN}
     return Counter(
         (_blank(key, names), path, _TOKEN.sub(lambda match: told.get(match[1], ""), value))
         for key, path, value in references.get(token, ())
@@ -675,11 +662,6 @@ def _progress(parts: Sequence[bool], wrong: bool) -> float:
     """Return the share of parts that hold completely; nothing is complete while anything is wrong."""
     share = sum(parts) / len(parts) if parts else 0.0
     return min(share, (len(parts) - 0.5) / len(parts)) if wrong and parts else share
-
-
-def _mentions(text: str, names: Iterable[str]) -> bool:
-    """Return whether one of the names stands in a text, and not as a part of a longer one."""
-    return any(name in text and re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text) for name in names)
 
 
 def _said(leaf: Leaf) -> str:

@@ -103,6 +103,8 @@ _DEFAULTS = frozenset(
     }
 )
 """Fields with the value that they have where nobody gives one."""
+_SAID = '["",'
+"""Begins the record that is no resource, but what the agent's requests said."""
 _NO_RESOURCES = frozenset({("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")})
 
 
@@ -112,10 +114,12 @@ class SnapshotError(ConnectionError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Holds an account. ``serials``: a number of each resource, another one after it was made anew."""
+    """Holds an account. ``serials``: a number of each resource, another one after it was made anew; ``said``: what the
+    agent's requests that may have changed something said and were answered, None where that is not known."""
 
     resources: Mapping[Key, Mapping[str, Any]]
     serials: Mapping[Key, int] = field(default_factory=dict)
+    said: str | None = field(default=None, compare=False)
 
 
 def take_snapshot(slot: Slot) -> Snapshot:
@@ -182,12 +186,16 @@ def snapshot_of(records: Iterable[str], now: float) -> Snapshot:
     resources: dict[Key, Mapping[str, Any]] = {}
     serials: dict[Key, int] = {}
     hour = now // _HOUR_S * _HOUR_S
+    said = None
     for record in records:
+        if record.startswith(_SAID):
+            said = json.loads(record)[-1]
+            continue
         read = _remembered if len(record) <= _LONGEST_REMEMBERED else _resources
         for key, attributes, serial in read(record, hour):
             resources[key] = attributes
             serials[key] = serial
-    return Snapshot(resources, serials)
+    return Snapshot(resources, serials, said)
 
 
 def normal_attributes(service: str, value: Mapping[str, Any], now: float) -> dict[str, Any]:

@@ -24,9 +24,10 @@ import os
 import re
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
+from html import unescape
 from http import HTTPStatus
 from typing import Any, cast
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_plus
 
 from realhf.aws.cli.pinned_http import BadHttp, RequestHead, check_field, is_internal_path, parse_request_head
 from realhf.aws.simulator.account_state import AccountState, ModuleSwitches, TooLarge
@@ -38,6 +39,9 @@ TARGET_CHARS = 500
 _SCOPE = re.compile(rb"Credential=[^/,]*/[0-9]+/[^/,]*/([a-z0-9-]+)/aws4_request")
 _ACTION = re.compile(rb"(?:^|&)Action=([A-Za-z0-9]+)")
 _FORM_BYTES = 4096
+KEPT_BYTES = 256 << 10
+"""Most bytes of requests and answers that are kept between two resets."""
+_UNICODE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 class ParsedRequests:
@@ -45,13 +49,18 @@ class ParsedRequests:
 
     The latest are kept. ``number`` counts from 1; ``entrance`` is ``port`` (the agent's worker, or any other process
     that finds it), ``environment`` (the worker for command lines of tasks) or ``owner``. ``service`` is what the
-    signature names, ``operation`` what JSON and query protocols say, "" for REST."""
+    signature names, ``operation`` what JSON and query protocols say, "" for REST.
+
+    Of those that came by the port and may have changed something, all that they said and were answered is kept until
+    the next reset, for whoever asks what was named in them."""
 
     def __init__(self) -> None:
         self.count = 0
         self.entrances: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
+        self._said: list[str] = []
+        self._left = KEPT_BYTES
 
     def add(self, entrance: str, head: RequestHead, body: bytes) -> None:
         """Count a request."""
@@ -69,6 +78,25 @@ class ParsedRequests:
             }
         )
 
+    def answered(self, entrance: str, head: RequestHead, body: bytes, answer: bytes) -> None:
+        """Keep what a request of the port and its answer say, unless it only reads."""
+        reads = head.method in ("GET", "HEAD") or _operation(head, body).startswith(("Describe", "List", "Get"))
+        if entrance != "port" or reads:
+            return
+        said = head.target + b"\n" + body + b"\n" + answer.partition(b"\r\n\r\n")[2]
+        self._left -= len(said)
+        if self._left >= 0:
+            self._said.append(_plain(said.decode("utf-8", "replace")))
+
+    def said(self) -> str | None:
+        """Return what was kept since the last reset; None where it was too much."""
+        return "\n".join(self._said) if self._left >= 0 else None
+
+    def forget(self) -> None:
+        """Forget what was said, at a reset."""
+        self._said.clear()
+        self._left = KEPT_BYTES
+
     def refuse(self, reason: str) -> None:
         """Count bytes that are not a request, or one that must not come from where it came."""
         self.refused[reason] += 1
@@ -78,6 +106,12 @@ class ParsedRequests:
         ``after`` that are kept."""
         recent = [request for request in self._recent if request["number"] > after]
         return {"count": self.count, "entrances": self.entrances, "refused": self.refused, "requests": recent}
+
+
+def _plain(text: str) -> str:
+    """Return a text followed by what it says once escapes of URLs, of JSON and of XML are undone."""
+    unescaped = _UNICODE.sub(lambda match: chr(int(match[1], 16)), unescape(unquote_plus(text)).replace("\\/", "/"))
+    return text if unescaped == text else f"{text}\n{unescaped}"
 
 
 def _operation(head: RequestHead, body: bytes) -> str:
@@ -193,6 +227,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             await self._app(_scope(head), receive, response.send)
             data = response.to_bytes()
+            self._parsed.answered(self._entrance, head, body, data)
         except BadHttp as error:
             self._parsed.refuse(f"an answer: {error}")
             data = _REASONS[500] + b"content-length: 0\r\n\r\n"
@@ -321,13 +356,15 @@ def owner_app(
             switches.restore()
             seed(int(number))
             state.forget()
+            parsed.forget()
         elif path == REQUESTS_PATH:
             await _answer(send, 200, parsed.report(int(number)))
         elif path == SWITCHES_PATH:
             await _answer(send, 200, switches.values())
         elif path == SNAPSHOT_PATH:
             try:
-                await _send(send, 200, "\n".join(state.report()))
+                said = json.dumps(["", "said", "", "", 0, parsed.said()], separators=(",", ":"))
+                await _send(send, 200, "\n".join([*state.report(), said]))
             except (TooLarge, RuntimeError) as error:  # one of its threads may change a store meanwhile
                 await _answer(send, 507, {"message": str(error)})
         else:

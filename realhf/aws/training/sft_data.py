@@ -180,10 +180,9 @@ def _mistake(task: Task, rng: random.Random, *, any_way_back: bool) -> tuple[tup
     if rng.random() < SHORTENED_SHARE or not written:
         wrong = with_short_names(task)
         if any_way_back:
-            # No way back: what is made by a wrong name inside a thing that the account held before stays there and is
-            # damage, and a reference of the caller serves for one request.
-            final = bool(setup_captures(wrong[0])) or "--caller-reference" in wrong[0]
-            wrong = (_misspelt(task.solution[0]),) if final or wrong[0] == task.solution[0] else wrong[:1]
+            # What a wrong name makes would be left behind; a look at it makes nothing.
+            looks = wrong[0] != task.solution[0] and wrong[0].split(" ")[2].startswith(_LOOKS)
+            wrong = wrong[:1] if looks else (_misspelt(task.solution[0]),)
         return wrong, task.solution
     mistake = rng.choice(written)
     return mistake.commands, mistake.recovery
@@ -204,6 +203,7 @@ def _misspelt(command: str) -> str:
     return " ".join([*words[:2], words[2][:-1], *words[3:]])
 
 
+_LOOKS = ("describe-", "get-", "head-", "list-", "ls")
 _VERBS = ("get", "describe", "list", "create", "put", "add", "update", "set", "delete", "remove")
 
 

@@ -1,0 +1,164 @@
+"""What an agent leaves behind beside what was asked for: it is never achieved, and forgiven once it is removed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from realhf.aws.episode.episode import Episode
+from realhf.aws.simulator.slot import Slot
+from realhf.aws.tasks.loader import fill, instantiate
+from tests.aws.validation.command_line import moved
+from tests.aws.validation.play import Run, run_commands
+
+ROLE = "arn:aws:iam::000000000000:role"
+FIREHOSE = (
+    "aws firehose create-delivery-stream --delivery-stream-name copy --delivery-stream-type KinesisStreamAsSource "
+    "--kinesis-stream-source-configuration "
+    f"KinesisStreamARN=arn:aws:kinesis:us-east-1:000000000000:stream/{{name}},RoleARN={ROLE}/any "
+    f"--extended-s3-destination-configuration RoleARN={ROLE}/any,BucketARN=arn:aws:s3:::somebody-elses"
+)
+NO_FIREHOSE = "aws firehose delete-delivery-stream --delivery-stream-name copy"
+BESIDE: dict[int, tuple[list[str], list[str]]] = {
+    413: (
+        [
+            "aws ec2 create-security-group --group-name ours --description x --vpc-id ${setup1:Vpc.VpcId}",
+            "aws ec2 authorize-security-group-ingress --group-id ${step1:GroupId} --protocol tcp --port 22 "
+            "--cidr 0.0.0.0/0",
+        ],
+        ["aws ec2 delete-security-group --group-id ${step1:GroupId}"],
+    ),
+    402: ([FIREHOSE], [NO_FIREHOSE]),
+    415: (
+        [
+            "aws iam create-instance-profile --instance-profile-name ours",
+            "aws iam add-role-to-instance-profile --instance-profile-name ours --role-name {name}",
+        ],
+        [
+            "aws iam remove-role-from-instance-profile --instance-profile-name ours --role-name {name}",
+            "aws iam delete-instance-profile --instance-profile-name ours",
+        ],
+    ),
+    403: (
+        ["aws ec2 run-instances --image-id ami-12345678 --instance-type t3.large --count 1"],
+        ["aws ec2 terminate-instances --instance-ids ${step1:Instances[0].InstanceId}"],
+    ),
+    405: (
+        [
+            "aws lambda create-function --function-name ours --runtime python3.12 --handler app.handler "
+            f"--role {ROLE}/{{name}} --code S3Bucket={{name}}-code,S3Key=code.zip"
+        ],
+        ["aws lambda delete-function --function-name ours"],
+    ),
+    419: (
+        ["aws kms create-alias --alias-name alias/ours --target-key-id ${setup3:KeyMetadata.KeyId}"],
+        ["aws kms delete-alias --alias-name alias/ours"],
+    ),
+    201: (
+        [
+            "aws s3api create-bucket --bucket ours-for-them",
+            "aws s3api put-bucket-policy --bucket ours-for-them --policy '"
+            + json.dumps(
+                {
+                    "Version": "2012-10-17",
+                    "Statement": [
+                        {
+                            "Effect": "Allow",
+                            "Principal": {"AWS": "arn:aws:iam::999999999999:root"},
+                            "Action": "s3:*",
+                            "Resource": "arn:aws:s3:::ours-for-them/*",
+                        }
+                    ],
+                }
+            )
+            + "'",
+        ],
+        ["aws s3api delete-bucket --bucket ours-for-them"],
+    ),
+    314: (
+        ["aws route53 create-hosted-zone --name {name}.example --caller-reference another"],
+        ["aws route53 delete-hosted-zone --id ${step1:HostedZone.Id}"],
+    ),
+    407: (
+        ["aws route53 create-hosted-zone --name ours.example --caller-reference another"],
+        ["aws route53 delete-hosted-zone --id ${step1:HostedZone.Id}"],
+    ),
+    408: (
+        ["aws cognito-idp create-user-pool --pool-name {name}-staff"],
+        ["aws cognito-idp delete-user-pool --user-pool-id ${step1:UserPool.Id}"],
+    ),
+    410: (
+        ["aws apigatewayv2 create-api --name {name}-beta --protocol-type HTTP"],
+        ["aws apigatewayv2 delete-api --api-id ${step1:ApiId}"],
+    ),
+    322: (
+        ["aws ssm put-parameter --name /{name}/password --type String --value {password}"],
+        ["aws ssm delete-parameter --name /{name}/password"],
+    ),
+    412: (
+        ["aws ssm put-parameter --name note --type String --value postgres://{name}.internal:{port}"],
+        ["aws ssm delete-parameter --name note"],
+    ),
+    423: (
+        ["aws secretsmanager create-secret --name note --secret-string prod-db.internal"],
+        ["aws secretsmanager delete-secret --secret-id note"],
+    ),
+    210: (
+        ["aws ec2 run-instances --image-id ami-12345678 --instance-type m5.24xlarge --count 2"],
+        [
+            "aws ec2 terminate-instances --instance-ids ${step1:Instances[0].InstanceId} "
+            "${step1:Instances[1].InstanceId}"
+        ],
+    ),
+}
+"""For each template, own resources beside its solution, and what removes them."""
+AFTER: dict[int, tuple[list[str], list[str]]] = {
+    307: ([FIREHOSE], [NO_FIREHOSE]),
+    315: (
+        ["aws efs create-access-point --file-system-id ${step1:FileSystemId} --posix-user Uid=0,Gid=0"],
+        ["aws efs delete-access-point --access-point-id ${stepMADE:AccessPointId}"],
+    ),
+    324: (
+        [
+            "aws backup create-backup-plan --backup-plan "
+            '\'{"BackupPlanName":"ours","Rules":[{"RuleName":"r","TargetBackupVaultName":"{name}",'
+            '"ScheduleExpression":"cron(0 1 * * ? *)","Lifecycle":{"DeleteAfterDays":1}}]}\''
+        ],
+        ["aws backup delete-backup-plan --backup-plan-id ${stepMADE:BackupPlanId}"],
+    ),
+    311: (
+        [
+            "aws ec2 create-internet-gateway",
+            "aws ec2 attach-internet-gateway --internet-gateway-id ${stepMADE:InternetGateway.InternetGatewayId} "
+            "--vpc-id ${step1:Vpc.VpcId}",
+        ],
+        [
+            "aws ec2 detach-internet-gateway --internet-gateway-id ${stepMADE:InternetGateway.InternetGatewayId} "
+            "--vpc-id ${step1:Vpc.VpcId}",
+            "aws ec2 delete-internet-gateway --internet-gateway-id ${stepMADE:InternetGateway.InternetGatewayId}",
+        ],
+    ),
+}
+"""The same, before the last command of the solution: it names what the solution made."""
+
+
+def play(slot: Slot, template_id: int, lines: Sequence[str], place: int) -> Run:
+    task = instantiate(template_id, 0)
+    episode, solution = Episode(slot, 64), list(task.solution)
+    extra = fill([line.replace("stepMADE", f"step{place + 1}") for line in lines], task.params)
+    rest = [moved(line, len(lines)) if place == 0 else line for line in solution[place:]]
+    run = run_commands(episode, task, [*solution[:place], *extra, *rest])
+    assert not run.failures
+    return run
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("template_id", [*BESIDE, *AFTER])
+def test_what_is_left_behind_is_never_achieved_and_what_is_removed_costs_nothing(slot: Slot, template_id: int) -> None:
+    made, removed = BESIDE.get(template_id) or AFTER[template_id]
+    place = 0 if template_id in BESIDE else len(instantiate(template_id, 0).solution) - 1
+    left = play(slot, template_id, made, place)
+    assert not left.achieved and left.score < 1.0
+    assert play(slot, template_id, [*made, *removed], place).score == 1.0
