@@ -188,8 +188,11 @@ def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     """Find free fields that nothing has in the accounts that the solutions leave: a misspelt one frees nothing. Nor
     may a solution choose otherwise than an agent may."""
     free = freedom_of(task).free
-    ends = [target.end for target in make_targets(episode.slot, task, task.seed)] if free else []
+    ends = [target.end for target in make_targets(episode.slot, task, task.seed)] if free or task.verbatim else []
     kinds = {f"{key[0]}/{key[1]}" for end in ends for key in end.resources}
+    for place, kind in enumerate(task.verbatim):
+        if kind not in kinds:
+            yield Fault(f"verbatim: no solution leaves a {kind}", "verbatim", place)
     for place, (kind, path, values) in enumerate(free):
         if kind not in kinds:
             others = sorted(one for one in kinds if one.partition("/")[0] == kind.partition("/")[0])

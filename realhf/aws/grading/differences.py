@@ -17,7 +17,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from realhf.aws.grading.leftovers import OWN, Leaf, left_over, mentions
-from realhf.aws.grading.meanings import is_setting, only_describes
+from realhf.aws.grading.meanings import Member, is_setting, only_describes
 from realhf.aws.grading.policy_comparison import Gain, TooManySteps
 from realhf.aws.grading.rights import Rights, compare_rights, read_rights
 from realhf.aws.grading.snapshot import Key, Snapshot
@@ -64,10 +64,10 @@ References = Mapping[str, Sequence[tuple[Key, str, str]]]
 """Leaves, by the drawn names in them."""
 _ANY = f"{DRAWN}{END_DRAWN}"
 """Stands for a drawn text that names nothing."""
-_IN_ORDER = frozenset({"command", "entrypoint", "args", "commands", "keyschema"})
-"""Lists whose order has a meaning, by the last word of their path in lower case."""
 _POLICY = "{policy}"
 """Ends the path of a policy, which is one leaf."""
+_VERBATIM = "{verbatim}"
+"""Path of all that a resource says, where words count."""
 _NAME = re.compile(r"^(config/)?(name|[A-Za-z]*Name|[A-Za-z]*Identifier|CreationToken)$")
 _NAME_TAG = '{"Key":"Name",'
 _USUAL_ENCRYPTION = '{"ApplyServerSideEncryptionByDefault":[{"SSEAlgorithm":["AES256"]}]}'
@@ -79,11 +79,13 @@ _VERSIONS = (None, "2008-10-17", "2012-10-17")
 @dataclass(frozen=True)
 class Freedom:
     """Says what an agent may choose. ``free``: (service/kind, path, values to choose among) of fields;
-    ``may_change``: globs of service/kind/identity. A path has steps divided by dots, in quotes where a name has one.
-    Values are divided by "|": a glob, bounds of a number ("1..9"), or what there is of a kind ("@service/kind")."""
+    ``may_change``: globs of service/kind/identity; ``verbatim``: service/kind whose policies count word for word.
+    A path has steps divided by dots, in quotes where a name has one. Values are divided by "|": a glob, bounds of a
+    number ("1..9"), or what there is of a kind ("@service/kind")."""
 
     free: tuple[tuple[str, str, str], ...] = ()
     may_change: tuple[str, ...] = ()
+    verbatim: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -418,11 +420,16 @@ class _Reading:
     def __init__(self, target: Target, freedom: Freedom) -> None:
         self._states = (target.start, *target.states)
         self._known = _identifying(self._states)
+        self._verbatim = frozenset(freedom.verbatim)
         self._free: dict[str, list[tuple[list[str], str]]] = {}
         for kind, path, values in freedom.free:
             self._free.setdefault(kind, []).append((_steps(path), values))
         # a resource that is as in the target is the same object, as long as ``snapshot`` remembers it
-        self._read = {id(held): [*_leaves(held, "")] for state in self._states for held in state.resources.values()}
+        self._read = {
+            id(held): [*_leaves(held, "", Member.of(key))]
+            for state in self._states
+            for key, held in state.resources.items()
+        }
 
     def leaves(self, snapshot: Snapshot, names: Mapping[str, str]) -> set[Leaf]:
         """Return the leaves, drawn texts by the name that the target has for them."""
@@ -440,36 +447,58 @@ class _Reading:
             ]
             counted[place, "", "{}"] += 1
             read = None if free else self._read.get(id(attributes))
-            for path, value in _leaves(_without(attributes, free), "") if read is None else read:
+            if read is None:
+                read = _leaves(_without(attributes, free), "", Member.of(key))
+            if f"{key[0]}/{key[1]}" in self._verbatim:
+                read = [*read, (_VERBATIM, canonical(attributes, Member.of(key)))]
+            for path, value in read:
                 if DRAWN in value:
                     value = _TOKEN.sub(renamed, value)
                 counted[place, path, value] += 1
         return {(*leaf, number) for leaf, count in counted.items() for number in range(count)}
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+def _leaves(value: Any, path: str, where: Member) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping):
         if isinstance(value.get("Statement"), list):
-            yield path + _POLICY, canonical(value)
+            yield path + _POLICY, canonical(_without_ids(value), where)
             return
         for name, item in value.items():
-            yield from _leaves(item, f"{path}/{name}" if path else name)
-    elif isinstance(value, list) and path.rpartition("/")[2].lower() not in _IN_ORDER:
-        for item in {canonical(item): None for item in value}:
+            yield from _leaves(item, f"{path}/{name}" if path else name, where.inner(name))
+        if value or not path:
+            return
+    elif isinstance(value, list) and value and not where.in_order:
+        for item in {canonical(item, where): None for item in value}:
             yield f"{path}[]", item
-    else:
-        yield path, canonical(value)
+        return
+    yield path, canonical(value, where)
 
 
-def canonical(value: Any) -> str:
-    """Return a value as text that is the same for lists in any order."""
+def canonical(value: Any, where: Member) -> str:
+    """Return the value of a member as text that is the same for what means the same: lists in any order but where it
+    has a meaning, and outside of documents numbers and truths as texts, as which some requests have them."""
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{json.dumps(name)}:{canonical(value[name])}" for name in sorted(value)) + "}"
+        if isinstance(value.get("Statement"), list):
+            where = replace(where, written=False)
+        inner = (f"{json.dumps(name)}:{canonical(value[name], where.inner(name))}" for name in sorted(value))
+        return "{" + ",".join(inner) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(sorted(map(canonical, value))) + "]"
-    if isinstance(value, bool):
+        items = [canonical(item, where) for item in value]
+        return "[" + ",".join(items if where.in_order else sorted(items)) + "]"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) and not where.typed:
         value = "true" if value else "false"
-    return json.dumps(str(value), ensure_ascii=False)  # a number may be written as a text, and a truth, too
+    return json.dumps(value if where.typed else str(value), ensure_ascii=False)
+
+
+def _without_ids(policy: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a policy without the ids of its statements, which permit nothing."""
+    statements = [
+        {name: item for name, item in one.items() if name != "Sid"} if isinstance(one, Mapping) else one
+        for one in policy["Statement"]
+    ]
+    return {**policy, "Statement": statements}
 
 
 Choices = Sequence[tuple[list[str], Callable[[str], bool]]]
@@ -585,12 +614,8 @@ def _pairs(
 ) -> list[tuple[bool, tuple[str, ...], tuple[str, ...]]]:
     """Return (whether each is without a doubt the best for the other, names, names), the most alike first."""
     back = {its: its for its in names.values()}
-    mine = {
-        its: {_blank(key, names): _skeleton(one.resources[key], names) for key in keys} for its, keys in ours.items()
-    }
-    their = {
-        its: {_blank(key, back): _skeleton(other.resources[key], back) for key in keys} for its, keys in theirs.items()
-    }
+    mine = {its: _skeletons(one, keys, names) for its, keys in ours.items()}
+    their = {its: _skeletons(other, keys, back) for its, keys in theirs.items()}
     named = {its: _named_by(references[0], its[0], names) for its in ours}
     others_named = {its: _named_by(references[1], its[0], back) for its in theirs}
     scored = []
@@ -617,7 +642,7 @@ def _references(snapshot: Snapshot) -> References:
     found: dict[str, list[tuple[Key, str, str]]] = {}
     for key, attributes in snapshot.resources.items():
         own = set(_TOKEN.findall(key[2]))
-        for path, value in _leaves(attributes, ""):
+        for path, value in _leaves(attributes, "", Member.of(key)):
             if DRAWN in value:
                 for token in set(_TOKEN.findall(value)) - own:
                     found.setdefault(token, []).append((key, path, value))
@@ -651,11 +676,20 @@ def _blank(key: Key, names: Mapping[str, str]) -> Key:
     return key[0], key[1], _TOKEN.sub(lambda match: names.get(match[1], ""), key[2])
 
 
-def _skeleton(attributes: Mapping[str, Any], names: Mapping[str, str]) -> Counter[tuple[str, str]]:
-    """Return the leaves with the drawn texts that have a counterpart by its name, and others as one."""
-    return Counter(
-        (path, _TOKEN.sub(lambda match: names.get(match[1], ""), value)) for path, value in _leaves(attributes, "")
-    )
+def _skeletons(
+    snapshot: Snapshot, keys: Iterable[Key], names: Mapping[str, str]
+) -> dict[Key, Counter[tuple[str, str]]]:
+    """Return the leaves of resources with the drawn texts that have a counterpart by its name, and others as one."""
+
+    def named(text: str) -> str:
+        return _TOKEN.sub(lambda match: names.get(match[1], ""), text)
+
+    return {
+        _blank(key, names): Counter(
+            (path, named(value)) for path, value in _leaves(snapshot.resources[key], "", Member.of(key))
+        )
+        for key in keys
+    }
 
 
 def _progress(parts: Sequence[bool], wrong: bool) -> float:

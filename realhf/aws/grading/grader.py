@@ -198,7 +198,7 @@ def free_field(line: str) -> tuple[str, str, str]:
 
 def freedom_of(task: Task) -> Freedom:
     """Return what a task leaves to the agent. Raises TaskError for a free field without bounds."""
-    return Freedom(tuple(map(free_field, task.free)), task.may_change)
+    return Freedom(tuple(map(free_field, task.free)), task.may_change, task.verbatim)
 
 
 class EndStateGrader:

@@ -1,4 +1,5 @@
-"""Says what members of resources mean, where their names alone do not: which texts only describe, which are tags.
+"""Says what members of resources mean, where their names alone do not: which texts only describe, which are tags, which
+lists have an order.
 
 All of it stands in ``meanings.yaml``, by service, kind and member; what stands nowhere there counts.
 """
@@ -6,6 +7,7 @@ All of it stands in ``meanings.yaml``, by service, kind and member; what stands 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -55,3 +57,45 @@ def only_describes(key: Key, path: str) -> bool:
 
 def _leads(known: list[str], steps: list[str]) -> bool:
     return all(one in ("*", other) for one, other in zip(known, steps, strict=False))
+
+
+@dataclass(frozen=True)
+class Member:
+    """Says where a value stands. ``written``: in a document, in words of somebody's own."""
+
+    service: str
+    name: str
+    written: bool = False
+    holder: str = ""
+    """Member that holds the document."""
+
+    @classmethod
+    def of(cls, key: Key) -> Member:
+        """Return the place of a whole resource."""
+        return cls(key[0], key[1])
+
+    def inner(self, name: str) -> Member:
+        """Return the place of what stands here under a name."""
+        if name == DOCUMENT:
+            return replace(self, written=True, holder=self.name)
+        return replace(self, name=name) if name else self
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a list has an order here: in a document, unless it is known to have none; elsewhere where it is known
+        to have one."""
+        if not self.written:
+            return self.name in _members("ordered", self.service)
+        unordered = _members("unordered", self.service)
+        return self.name not in unordered and self.holder not in unordered
+
+    @property
+    def typed(self) -> bool:
+        """Whether a number is no text here: a service reads what a document says, of its own members the model has the
+        type."""
+        return self.written and self.name not in _members("numbers_or_texts", self.service)
+
+
+@cache
+def _members(table: str, service: str) -> frozenset[str]:
+    return frozenset(_tables()[table].get(service, ()))

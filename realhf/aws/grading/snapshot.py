@@ -105,6 +105,8 @@ _DEFAULTS = frozenset(
 """Fields with the value that they have where nobody gives one."""
 _SAID = '["",'
 """Begins the record that is no resource, but what the agent's requests said."""
+STRUCTURES_WITHOUT_MEMBERS = frozenset({"EventBridgeConfiguration", "SimplePrefix", "SSES3"})
+"""Structures of S3 that have no members: to be there is all that they say."""
 _NO_RESOURCES = frozenset({("ssm", "parameter_history"), ("ecs", "task_def_latest"), ("iam", "access_keys_last_used")})
 
 
@@ -169,7 +171,8 @@ _DRAWN_TEXT = re.compile(f"{DRAWN}[^{END_DRAWN}]*{END_DRAWN}")
 def _in_any_order(value: Any, said: Callable[[str], str]) -> str:
     """Return data as a text that does not depend on the order of maps and lists, its own texts as ``said``."""
     if isinstance(value, Mapping):
-        parts = sorted(f"{said(str(name))}:{_in_any_order(item, said)}" for name, item in value.items())
+        items = (pair for pair in value.items() if pair[0] != "Sid" or "Effect" not in value)
+        parts = sorted(f"{said(str(name))}:{_in_any_order(item, said)}" for name, item in items)
         return f"{{{','.join(parts)}}}"
     if isinstance(value, list):
         return f"[{','.join(sorted(_in_any_order(item, said) for item in value))}]"
@@ -357,7 +360,7 @@ def _normal(value: Any, name: str, of: _Reading, depth: int = 0) -> Any:
         }
         return found or None
     if isinstance(value, list):
-        items = [_normal(item, name, of, depth + 1) for item in value]
+        items = [_normal(item, name, of, depth + 1) if item != "" else item for item in value]
         return [item for item in items if item is not None] or None
     if isinstance(value, str):
         return _normal_text(value, name, of, depth)
@@ -442,23 +445,30 @@ def _plain_xml(element: ElementTree.Element, depth: int = 0) -> Any:
     found: dict[str, list[Any]] = {}
     for child in element:
         name, value = child.tag.rpartition("}")[2], _plain_xml(child, depth + 1)
-        if value and (name, str(value)) not in _DEFAULTS:
+        if name in STRUCTURES_WITHOUT_MEMBERS or (value and (name, str(value)) not in _DEFAULTS):
             found.setdefault(name, []).append(value)
     return found
 
 
 def normal_policy(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy in one form: statements and names as sorted lists, without ids."""
+    """Return a policy in one form: statements and names as sorted lists."""
     written = document["Statement"]
     statements = [_normal_statement(one) for one in (written if isinstance(written, list) else [written])]
     old = {"Version": document["Version"]} if isinstance(document.get("Version"), str) else {}
-    return old | {"Statement": sorted(statements, key=lambda one: json.dumps(one, sort_keys=True))}
+    return old | {"Statement": sorted(statements, key=_by_what_it_permits)}
+
+
+def _by_what_it_permits(statement: Any) -> str:
+    named = isinstance(statement, Mapping) and "Sid" in statement
+    return json.dumps({**statement, "Sid": ""} if named else statement, sort_keys=True)
 
 
 def _normal_statement(statement: Any) -> Any:
     if not isinstance(statement, Mapping):
         return statement
-    found = {name: value if name == "Effect" else _listed(value) for name, value in statement.items() if name != "Sid"}
+    found = {
+        name: value if name in ("Effect", "Sid") else _listed(value) for name, value in statement.items() if value != ""
+    }
     for name in ("Principal", "NotPrincipal"):
         if found.get(name) == ["*"]:
             found[name] = {"AWS": ["*"]}

@@ -19,6 +19,7 @@ from typing import Any
 
 from realhf.aws.grading.differences import Comparison, Goal, Target, canonical, is_opening, transferred
 from realhf.aws.grading.grader import EndStateGrader, Grade
+from realhf.aws.grading.meanings import Member
 from realhf.aws.grading.snapshot import Key, Snapshot, SnapshotError, normal_attributes
 from realhf.aws.grading.tracker import Evidence, is_read
 from realhf.aws.real_aws.describe_walker import ID, MAX_CALLS, Answers, Call, inner_noun, noun_of, own_names, walk
@@ -201,7 +202,7 @@ class RealAccountGrader(EndStateGrader):
 
 
 def _counts(key: Key, name: str, value: Any, known: set[tuple[tuple[str, str], str]]) -> bool:
-    return (key[:2], name) in known or is_opening(key, name, canonical(value))
+    return (key[:2], name) in known or is_opening(key, name, canonical(value, Member.of(key).inner(name)))
 
 
 def _names(params: Any) -> Iterator[str]:
@@ -226,7 +227,11 @@ def not_shown(target: Target) -> str:
     are shown."""
     before = target.start.resources
     for state, operations, arguments in zip(target.states, target.operations, target.arguments, strict=True):
-        changed = [f"{key[2]} {canonical(held)}" for key, held in state.resources.items() if before.get(key) != held]
+        changed = [
+            f"{key[2]} {canonical(held, Member.of(key))}"
+            for key, held in state.resources.items()
+            if before.get(key) != held
+        ]
         if operations and not changed and before.keys() <= state.resources.keys():
             return f"what {operations[0]} does"
         text = " ".join(changed).replace("\\", "").replace(DRAWN, "").replace(END_DRAWN, "").lower()

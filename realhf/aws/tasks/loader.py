@@ -86,8 +86,8 @@ _FOLDERS = {"drift": "expert"}
 """Files and folders that are not named after their tier."""
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _FILLED = (
-    *("setup_commands", "success_criteria", "solution", "any_of", "free", "may_change", "desired_state_spec"),
-    *("possible_drifts", "assets", "decoys"),
+    *("setup_commands", "success_criteria", "solution", "any_of", "free", "may_change", "verbatim"),
+    *("desired_state_spec", "possible_drifts", "assets", "decoys"),
 )
 """Keys of a template that its instances have as well."""
 
@@ -127,6 +127,7 @@ class Template:
     any_of: Sequence[Sequence[str]] = ()
     free: Sequence[str] = ()
     may_change: Sequence[str] = ()
+    verbatim: Sequence[str] = ()
 
     @property
     def kind(self) -> str:

@@ -77,10 +77,10 @@ class Task:
     criteria as plain data (see ``criteria.parse_criteria``), and is empty where the account has to be as the solution
     leaves it; ``solution`` the canonical commands (of a drift task: those that repair what its seed draws), ``any_of``
     solutions that lead to states that are as good, ``free`` fields of the agent's choice ("service/kind: path"),
-    ``may_change`` globs of service/kind/identity of what the set-up made and the agent may touch, ``possible_drifts``
-    the disturbances of which a reset draws some, ``decoys`` resources that are only in the way, ``assets`` the files of
-    the session's folder. Only ``task_id``, ``tier``, ``description`` and ``desired_state_spec`` may ever be shown to an
-    agent.
+    ``may_change`` globs of service/kind/identity of what the set-up made and the agent may touch, ``verbatim`` kinds
+    ("service/kind") whose policies count word for word, ``possible_drifts`` the disturbances of which a reset draws
+    some, ``decoys`` resources that are only in the way, ``assets`` the files of the session's folder. Only ``task_id``,
+    ``tier``, ``description`` and ``desired_state_spec`` may ever be shown to an agent.
 
     Texts may hold ``${setup1:path}``: filled from the answers to the set-up's calls (see ``captures``).
     """
@@ -96,6 +96,7 @@ class Task:
     any_of: tuple[tuple[str, ...], ...] = ()
     free: tuple[str, ...] = ()
     may_change: tuple[str, ...] = ()
+    verbatim: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict)
     desired_state_spec: str = ""
     possible_drifts: Commands = ()
@@ -113,6 +114,7 @@ class Task:
             "any_of": [list(commands) for commands in self.any_of],
             "free": list(self.free),
             "may_change": list(self.may_change),
+            "verbatim": list(self.verbatim),
         }
         return {
             "task_id": self.task_id,

@@ -390,3 +390,14 @@ def test_what_aws_gives_to_every_new_bucket_may_be_given_explicitly(mine: bool, 
     start = account() if mine else account(bucket)
     goal = Target(start, (account(bucket, topic()),))
     assert compare(start, goal, account(blocked, encryption, topic())).achieved == achieved
+
+
+@pytest.mark.parametrize(("sid", "verbatim", "achieved"), [("B", False, True), ("B", True, False), ("A", True, True)])
+def test_ids_of_statements_count_where_words_do(sid: str, verbatim: bool, achieved: bool) -> None:
+    def policy(sid: str) -> list:
+        statement = {"Sid": sid, "Effect": "Deny", "Principal": "*", "Action": "sns:*", "Resource": "*"}
+        return ["sns", "policies", "us-east-1", "news", 7, {"Version": "2012-10-17", "Statement": [statement]}]
+
+    freedom = Freedom(verbatim=("sns/policies",)) if verbatim else AS_IT_IS
+    found = verdict(QUEUE, topic(), policy(sid), target=account(topic(), policy("A")), freedom=freedom)
+    assert found.achieved is achieved

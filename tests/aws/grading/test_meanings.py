@@ -1,13 +1,16 @@
 """What members mean: the tables name what botocore's models know, and nothing else is harmless."""
 
+import json
 from collections.abc import Iterator
 
 import botocore.loaders
 import pytest
 import yaml
 
-from realhf.aws.grading import meanings
-from realhf.aws.grading.meanings import holds_tags, is_setting, only_describes
+from realhf.aws.grading import meanings, snapshot
+from realhf.aws.grading.differences import canonical
+from realhf.aws.grading.meanings import Member, holds_tags, is_setting, only_describes
+from realhf.aws.grading.snapshot import snapshot_of
 
 TABLES = yaml.safe_load(meanings.resources.files("realhf.aws.grading").joinpath("meanings.yaml").read_text())
 LOADER = botocore.loaders.create_loader()
@@ -67,3 +70,80 @@ def test_kinds_are_named_exactly() -> None:
     assert is_setting(("s3", "bucket_policies", "b")) and is_setting(("s3", "bucket_tags", "b"))
     assert not is_setting(("s3", "buckets", "b")) and not is_setting(("iam", "policies", "p"))
     assert holds_tags(("s3", "bucket_tags", "b")) and not holds_tags(("x", "bucket_tags", "b"))
+
+
+IN_XML = {"CORSRule": "CORSRules", "RoutingRule": "RoutingRules"}
+"""Names of S3's lists in its documents, whose elements bear them."""
+
+
+@pytest.mark.parametrize(("service", "member"), written("ordered"))
+def test_what_has_an_order_is_a_list_in_the_services_model(service: str, member: str) -> None:
+    assert types_of(service, IN_XML.get(member, member)) & {"list"}
+
+
+def read(service: str, kind: str, value: object) -> str:
+    """What a resource says, in the form that equal ones share."""
+    [(key, held)] = snapshot_of([json.dumps([service, kind, "", "x", 1, value])], 1.7e9).resources.items()
+    return canonical(held, Member.of(key))
+
+
+def columns(*names: str) -> dict:
+    return {"Columns": [{"Name": name} for name in names]}
+
+
+def definition(seconds: object, *branches: str) -> dict:
+    return {"definition": json.dumps({"Seconds": seconds, "Branches": branches})}
+
+
+def pattern(*sources: object) -> dict:
+    return {"EventPattern": json.dumps({"source": sources})}
+
+
+def container(**more: object) -> dict:
+    return {"containerDefinitions": [{"name": "app", **more}]}
+
+
+def item(**more: object) -> dict:
+    return {"items": {"a": {"id": {"S": "a"}, **more}}}
+
+
+def redrive(count: object) -> dict:
+    return {"attributes": {"RedrivePolicy": json.dumps({"maxReceiveCount": count})}}
+
+
+@pytest.mark.parametrize(
+    ("service", "kind", "one", "other", "equal"),
+    [
+        ("glue", "tables", columns("a", "b"), columns("b", "a"), False),
+        ("events", "rules", pattern("a", "b"), pattern("b", "a"), True),
+        ("events", "rules", pattern(1), pattern("1"), False),
+        ("stepfunctions", "state_machines", definition(30), definition("30"), False),
+        ("stepfunctions", "state_machines", definition(30), definition(30.0), True),
+        ("stepfunctions", "state_machines", definition(1, "a", "b"), definition(1, "b", "a"), False),
+        ("sqs", "queues", redrive(4), redrive("4"), True),
+        ("sqs", "queues", {"attributes": {"DelaySeconds": 4}}, {"attributes": {"DelaySeconds": "4"}}, True),
+        ("ecs", "task_defs", container(entryPoint=[""]), container(), False),
+        ("ecs", "task_defs", container(entryPoint=[]), container(), True),
+        ("ecs", "task_defs", container(command=["a", "b"]), container(command=["b", "a"]), False),
+        ("ecs", "task_defs", container(links=["a", "b"]), container(links=["b", "a"]), True),
+        ("dynamodb", "tables", item(more={"L": []}), item(), False),
+        ("dynamodb", "tables", item(more={"L": []}), item(more={"M": {}}), False),
+        ("dynamodb", "tables", item(more={"SS": ["a", "b"]}), item(more={"SS": ["b", "a"]}), True),
+        ("dynamodb", "tables", item(more={"L": ["a", "b"]}), item(more={"L": ["b", "a"]}), False),
+        ("s3", "bucket_notifications", "<N><EventBridgeConfiguration/></N>", "<N/>", False),
+        ("s3", "bucket_notifications", "<N><TopicConfiguration/></N>", "<N/>", True),
+    ],
+)
+def test_types_decide_what_is_equal(service: str, kind: str, one: object, other: object, equal: bool) -> None:
+    assert (read(service, kind, one) == read(service, kind, other)) is equal
+
+
+def test_structures_without_members_are_those_of_the_model() -> None:
+    shapes = LOADER.load_service_model("s3", "service-2")["shapes"]
+    empty = {
+        name
+        for shape in shapes.values()
+        for name, inner in shape.get("members", {}).items()
+        if shapes[inner["shape"]]["type"] == "structure" and not shapes[inner["shape"]].get("members")
+    }
+    assert empty - {"Cont", "End", "Parquet"} == snapshot.STRUCTURES_WITHOUT_MEMBERS, "the others are answers"
