@@ -1,12 +1,13 @@
 """Says what members of resources mean, where their names alone do not: which texts only describe, which are tags, which
-lists have an order.
+lists have an order, and what goes without saying.
 
 All of it stands in ``meanings.yaml``, by service, kind and member; what stands nowhere there counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -14,7 +15,11 @@ from typing import Any
 
 import yaml
 
-from realhf.aws.grading.snapshot import DOCUMENT, Key
+Key = tuple[str, str, str]
+"""Service, kind and identity of a resource. A kind with a ``/`` lies within a resource of the kind before it."""
+DOCUMENT = "{document}"
+"""Stands, in paths, before what somebody wrote in words of their own: none of it is the service's."""
+_QUOTED_WORD = re.compile(r'"(\w+)"')
 
 
 @cache
@@ -99,3 +104,47 @@ class Member:
 @cache
 def _members(table: str, service: str) -> frozenset[str]:
     return frozenset(_tables()[table].get(service, ()))
+
+
+def without_saying(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return what a resource of a kind ("service/kind") says, without what AWS takes where nobody says anything."""
+    for path in _tables()["descriptions_in_lists"].get(kind, ()):
+        attributes = _without(attributes, path.split("/"), lambda _: True)
+    for default in _tables()["defaults"].get(kind, ()):
+        if all(_said(attributes, path) == value for path, value in default.get("where", {}).items()):
+            usual = default["is"]
+            if usual.startswith("{"):
+                usual = _said(attributes, usual[1:-1])
+            attributes = _without(attributes, default["path"].split("/"), usual.__eq__)
+    for member in _tables()["quoted_words"].get(kind, ()):
+        if isinstance(attributes.get(member), str):
+            attributes = {**attributes, member: _QUOTED_WORD.sub(r"\1", attributes[member])}
+    return attributes
+
+
+def _said(attributes: Any, path: str) -> str:
+    """Return what stands at a path as text, "" for nothing."""
+    for step in path.split("/"):
+        attributes = attributes.get(step) if isinstance(attributes, Mapping) else None
+    return "" if attributes is None else _text(attributes)
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _without(value: Any, steps: list[str], drops: Callable[[str], bool]) -> Any:
+    """Return a value without the text at the end of these steps where that is to be dropped, nor what is empty then."""
+    if not steps:
+        return None if not isinstance(value, Mapping | list) and drops(_text(value)) else value
+    step, through_list = steps[0].removesuffix("[]"), steps[0].endswith("[]")
+    if not isinstance(value, Mapping) or step not in value:
+        return value
+    if through_list and isinstance(value[step], list):
+        items = [_without(item, steps[1:], drops) for item in value[step]]
+        kept: Any = [item for item in items if item is not None]
+    else:
+        kept = _without(value[step], steps[1:], drops)
+    rest = {name: item for name, item in value.items() if name != step}
+    left = rest if kept in (None, {}, []) else {**value, step: kept}
+    return left or None

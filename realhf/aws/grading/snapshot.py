@@ -18,16 +18,13 @@ from functools import lru_cache
 from typing import Any
 from xml.etree import ElementTree
 
+from realhf.aws.grading.meanings import DOCUMENT, Key, without_saying
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.simulator.slot import Slot
 
-Key = tuple[str, str, str]
-"""Service, kind and identity of a resource. A kind with a ``/`` lies within a resource of the kind before it."""
 HOME_REGION = "us-east-1"
 TIME = "<time>"
 SETTLED = "<settled>"
-DOCUMENT = "{document}"
-"""Stands, in paths, before what somebody wrote in words of their own: none of it is the service's."""
 _OWN_WORDS = frozenset({("lambda", "Variables"), ("dynamodb", "items"), ("s3", "metadata")})
 """Maps whose names are chosen by whoever writes them, by service."""
 _LARGEST_TIME = 1e15
@@ -86,23 +83,9 @@ _UNSAID: Mapping[tuple[str, str], frozenset[str]] = {
     ("efs", "file_systems"): frozenset({"Name"}),
     ("cognito-idp", "user_pools"): frozenset({"_password"}),
     ("cloudwatch", "alarms"): frozenset({"StateValue"}),
+    ("events", "rules"): frozenset({"CreatedBy"}),
 }
 """Fields of one kind that count writes, that are readings, or that the service draws letter by letter and mixes."""
-_DEFAULTS = frozenset(
-    {
-        ("ObjectOwnership", "BucketOwnerEnforced"),
-        ("EnableDnsSupport", "true"),
-        ("EnableDnsHostnames", "false"),
-        ("KeyRotationEnabled", "false"),
-        ("FailureThreshold", "3"),
-        ("RequestInterval", "30"),
-        ("FifoTopic", "false"),
-        ("privilegedMode", "false"),
-        ("TableClass", "STANDARD"),
-        ("CompressionFormat", "UNCOMPRESSED"),
-    }
-)
-"""Fields with the value that they have where nobody gives one."""
 _SAID = '["",'
 """Begins the record that is no resource, but what the agent's requests said."""
 STRUCTURES_WITHOUT_MEMBERS = frozenset({"EventBridgeConfiguration", "SimplePrefix", "SSES3"})
@@ -220,7 +203,8 @@ def _resources(record: str, now: float) -> list[tuple[Key, Mapping[str, Any], in
     identity = name if region in ("", HOME_REGION) else f"{region}:{name}"
     normal = _normal(value, "", _Reading(service, now, _UNSAID.get((service, kind), frozenset())))
     found = normal if isinstance(normal, dict) else {"": normal} if normal is not None else {}
-    if kind in _ACCESS_LISTS and _is_private(found):
+    found = without_saying(f"{service}/{kind}", found) or {}
+    if (kind in _ACCESS_LISTS and _is_private(found)) or (service, kind, name, found.keys()) == _USUAL_BUS:
         return []
     return [((service, part, where), held, serial) for part, where, held in _hoisted(kind, identity, found)]
 
@@ -306,6 +290,8 @@ _REVISED = "task-definition/"
 _REVISION = re.compile(rf"({_REVISED}([\w-]+)):(\d+)")
 _BY_SERVICE = re.compile(r'"(eventSource|TopicArn)"')
 _WRITTEN_AT = re.compile(r'"(eventTime|Timestamp)": ?"[^"]*",? ?')
+_USUAL_BUS = ("events", "event_buses", "default", {"Arn", "Name"})
+"""What every account has, and the simulator makes when it is first asked."""
 _ACCESS_LISTS = frozenset({"bucket_acl", "object_acl"})
 
 
@@ -372,8 +358,6 @@ def _normal(value: Any, name: str, of: _Reading, depth: int = 0) -> Any:
 def _normal_item(value: Any, name: str, of: _Reading, depth: int) -> Any:
     if (of.service, name) in _OWN_WORDS and isinstance(value, dict):
         return {DOCUMENT: _as_written(value, depth)} if value else None
-    if isinstance(value, bool | int) and (name, str(value).lower()) in _DEFAULTS:
-        return None
     return _normal(value, name, of, depth)
 
 
@@ -418,7 +402,7 @@ def _normal_text(text: str, name: str, of: _Reading, depth: int) -> Any:
             return text
     if _STATES.search(name) and text.lower() in _UNDER_WAY:
         return SETTLED
-    if name in _ENDS or (name, text) in _DEFAULTS:
+    if name in _ENDS:
         return None
     if _ISO_TIME.match(text) and name not in _GIVEN:
         try:
@@ -439,13 +423,13 @@ def _is_now(number: float, now: float) -> bool:
 
 def _plain_xml(element: ElementTree.Element, depth: int = 0) -> Any:
     """Return an element as a map from the names of its children to lists of them, or its text; children that are empty
-    or say what goes without saying are left out. None of it is the service's."""
+    are left out, but for structures without members. None of it is the service's."""
     if not len(element) or depth > _DEEPEST:
         return (element.text or "").strip()
     found: dict[str, list[Any]] = {}
     for child in element:
         name, value = child.tag.rpartition("}")[2], _plain_xml(child, depth + 1)
-        if name in STRUCTURES_WITHOUT_MEMBERS or (value and (name, str(value)) not in _DEFAULTS):
+        if value or name in STRUCTURES_WITHOUT_MEMBERS:
             found.setdefault(name, []).append(value)
     return found
 
@@ -476,7 +460,17 @@ def _normal_statement(statement: Any) -> Any:
         if isinstance(found.get(name), list):
             found[name] = sorted({str(action).lower() for action in found[name]})
     found.pop("Condition", None) if not found.get("Condition") else None
+    if found.get("Effect") == "Allow" and isinstance(found.get("Resource"), list):
+        resources = set(found["Resource"])
+        found["Resource"] = [one for one in found["Resource"] if not _is_version_of(one, resources)]
     return found
+
+
+def _is_version_of(resource: str, resources: set[str]) -> bool:
+    """Return whether a resource is every version of a function that is named as well: AWS writes both where it means
+    one. https://docs.aws.amazon.com/lambda/latest/dg/lambda-api-permissions-ref.html"""
+    function = resource.removesuffix(":*")
+    return function != resource and function in resources and resource.startswith("arn:aws:lambda:")
 
 
 def _listed(value: Any) -> Any:

@@ -8,6 +8,7 @@ applied once, in the zygote, to the tables by which MiniStack's modules find the
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,8 @@ def install() -> None:
         _know_groups_by_name,
         _keep_groups_in_bounds,
         _match_families,
+        _forward_to_one_group,
+        _make_by_template_as_by_request,
     ):
         try:
             correct()
@@ -133,6 +136,88 @@ def _match_families() -> None:
         return rds._error("InvalidParameterCombination", message, 400)
 
     rds._ACTION_MAP["CreateDBInstance"] = created
+
+
+def _forward_to_one_group() -> None:
+    """Take an action that forwards to a single target group in either of its forms: MiniStack drops the longer one.
+
+    https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_Action.html
+    """
+    alb = _module("alb")
+    parse = alb._parse_actions
+
+    def parsed(request: Parameters, prefix: str = "DefaultActions") -> list[dict[str, Any]]:
+        actions = parse(request, prefix)
+        for place, action in enumerate(actions, 1):
+            forward = f"{prefix}.member.{place}.ForwardConfig"
+            group, other = (alb._p(request, f"{forward}.TargetGroups.member.{n}.TargetGroupArn") for n in (1, 2))
+            weight = alb._p(request, f"{forward}.TargetGroups.member.1.Weight")
+            sticky = alb._p(request, f"{forward}.TargetGroupStickinessConfig.Enabled")
+            if group and not other and weight != "0" and sticky != "true":
+                action.setdefault("TargetGroupArn", group)
+        return actions
+
+    alb._parse_actions = parsed
+
+
+def _make_by_template_as_by_request() -> None:
+    """Make topics, subscriptions and tables of a stack as the services make them: MiniStack gives a topic another
+    policy and a display name, leaves out attributes of a subscription, and provisions a table that is billed by
+    request.
+
+    https://docs.aws.amazon.com/sns/latest/dg/sns-access-policy-use-cases.html
+    https://docs.aws.amazon.com/AWSCloudFormation/latest/TemplateReference/aws-resource-sns-topic.html
+    https://docs.aws.amazon.com/amazondynamodb/latest/APIReference/API_ProvisionedThroughputDescription.html
+    """
+    made = importlib.import_module("ministack.services.cloudformation.provisioners")
+    sns, dynamodb = _module("sns"), _module("dynamodb")
+
+    def topic(arn: str, properties: Mapping[str, Any]) -> None:
+        attributes = sns._topics[arn]["attributes"]
+        policy = json.loads(attributes["Policy"])
+        policy["Statement"][0]["Condition"] = {"StringEquals": {"AWS:SourceOwner": attributes["Owner"]}}
+        attributes |= {"Policy": json.dumps(policy), "DisplayName": properties.get("DisplayName", "")}
+        for subscription in sns._topics[arn]["subscriptions"]:
+            complete(subscription)
+
+    def complete(subscription: dict[str, Any]) -> None:
+        pending = "false" if subscription["confirmed"] else "true"
+        usual = {
+            "SubscriptionArn": subscription["arn"],
+            "TopicArn": subscription["topic_arn"],
+            "Protocol": subscription["protocol"],
+            "Endpoint": subscription["endpoint"],
+            "Owner": subscription["owner"],
+            "ConfirmationWasAuthenticated": "false" if pending == "true" else "true",
+            "PendingConfirmation": pending,
+            "RawMessageDelivery": "false",
+        }
+        subscription["attributes"] = usual | subscription["attributes"]
+
+    def subscribed(arn: str, properties: Mapping[str, Any]) -> None:
+        subscription = sns._find_subscription(sns._sub_arn_to_topic[arn], arn)
+        complete(subscription)
+        if "FilterPolicyScope" not in properties:
+            subscription["attributes"].pop("FilterPolicyScope", None)
+
+    def table(name: str, _: Mapping[str, Any]) -> None:
+        held = dynamodb._tables[name]
+        if held["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST":
+            held["ProvisionedThroughput"] = {"ReadCapacityUnits": 0, "WriteCapacityUnits": 0}
+
+    handlers = made._RESOURCE_HANDLERS
+    followed = {"AWS::SNS::Topic": topic, "AWS::SNS::Subscription": subscribed, "AWS::DynamoDB::Table": table}
+    for kind, follow in followed.items():
+        handlers[kind]["create"] = _followed(handlers[kind]["create"], follow)
+
+
+def _followed(create: Callable[..., Any], follow: Callable[[str, Mapping[str, Any]], None]) -> Callable[..., Any]:
+    def creates(logical_id: str, properties: Mapping[str, Any], stack: str) -> Any:
+        answer = create(logical_id, properties, stack)
+        follow(answer[0], properties)
+        return answer
+
+    return creates
 
 
 Parameters = dict[str, Any]

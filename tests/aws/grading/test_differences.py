@@ -195,9 +195,9 @@ def test_what_is_counted_and_what_nobody_chose_is_no_difference() -> None:
     """Whoever looks at a queue has the simulator write its counts; a default may be given."""
     seen = [*QUEUE[:5], {"attributes": {"DelaySeconds": "0", "ApproximateNumberOfMessages": "0"}, "made": NOW}]
     assert verdict(seen, topic(display="News")).achieved
-    for rule, right in (("BucketOwnerEnforced", True), ("ObjectWriter", False)):
-        text = f"<OwnershipControls><Rule><ObjectOwnership>{rule}</ObjectOwnership></Rule></OwnershipControls>"
-        assert verdict(QUEUE, topic(display="News", _ownership_controls=text)).achieved is right
+    for fifo, right in (("false", True), (False, True), ("true", False)):
+        assert verdict(QUEUE, topic(display="News", attributes={"FifoTopic": fifo})).achieved is right
+        assert not verdict(QUEUE, topic(display="News", more={"FifoTopic": fifo})).achieved, "another member"
 
 
 @pytest.mark.parametrize("word", ["description", "tags", "history", "seq", "time", "state"])

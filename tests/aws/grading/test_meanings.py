@@ -72,6 +72,63 @@ def test_kinds_are_named_exactly() -> None:
     assert holds_tags(("s3", "bucket_tags", "b")) and not holds_tags(("x", "bucket_tags", "b"))
 
 
+DEFAULTS = [(kind, default) for kind, defaults in TABLES["defaults"].items() for default in defaults]
+
+
+@pytest.mark.parametrize(("kind", "default"), DEFAULTS)
+def test_a_default_is_a_member_of_the_services_model_with_the_page_of_aws(kind: str, default: dict) -> None:
+    service, member = kind.partition("/")[0], default["path"].rpartition("/")[2].removesuffix("[]")
+    assert set(default) - {"where"} == {"path", "is", "aws"} and isinstance(default["is"], str)
+    assert default["aws"].startswith("https://docs.aws.amazon.com/")
+    attributes = {"FifoTopic", "SqsManagedSseEnabled", "EnableDnsSupport", "EnableDnsHostnames"}
+    assert types_of(service, member) or member in attributes, (
+        "keys of a map of attributes, and of operations of their own"
+    )
+
+
+def alarm(**more: object) -> dict:
+    return {"EvaluationPeriods": 2, "Namespace": "AWS/EC2", "MetricName": "CPUUtilization", **more}
+
+
+def pool(**policy: object) -> dict:
+    return {"Policies": {"PasswordPolicy": {"MinimumLength": 8, **policy}}}
+
+
+def rule(**more: object) -> dict:
+    return {"IpPermissions": [{"FromPort": 1, "IpRanges": [{"CidrIp": "10.0.0.0/8", **more}]}]}
+
+
+def check(**more: object) -> dict:
+    return {"config": {"Type": "HTTPS", **more}}
+
+
+@pytest.mark.parametrize(
+    ("service", "kind", "one", "other", "equal"),
+    [
+        ("cloudwatch", "alarms", alarm(DatapointsToAlarm=2), alarm(), True),
+        ("cloudwatch", "alarms", alarm(DatapointsToAlarm=1), alarm(), False),
+        ("cloudwatch", "alarms", alarm(Unit="Percent"), alarm(), True),
+        ("cloudwatch", "alarms", alarm(Unit="Percent", MetricName="NetworkIn"), alarm(MetricName="NetworkIn"), False),
+        ("cognito-idp", "user_pools", pool(RequireNumbers=False), pool(), True),
+        ("cognito-idp", "user_pools", pool(RequireNumbers=True), pool(), False),
+        ("ec2", "security_groups", rule(Description="mine"), rule(), True),
+        ("ec2", "security_groups", rule(Ipv6="mine"), rule(), False),
+        ("route53", "health_checks", check(EnableSNI=True), check(), True),
+        ("route53", "health_checks", check(EnableSNI=False), check(), False),
+        ("route53", "health_checks", check(Type="HTTP", EnableSNI=True), check(Type="HTTP"), False),
+        ("events", "targets", [{"Id": "a", "RetryPolicy": {"MaximumRetryAttempts": 185}}], [{"Id": "a"}], True),
+        ("events", "targets", [{"Id": "a", "RetryPolicy": {"MaximumRetryAttempts": 0}}], [{"Id": "a"}], False),
+        ("sqs", "queues", {"attributes": {"SqsManagedSseEnabled": "true"}, "n": 1}, {"n": 1}, True),
+        ("sqs", "queues", {"attributes": {"SqsManagedSseEnabled": "false"}, "n": 1}, {"n": 1}, False),
+        ("logs", "metric_filters", {"filterPattern": '"ERROR"'}, {"filterPattern": "ERROR"}, True),
+        ("logs", "metric_filters", {"filterPattern": '"AN ERROR"'}, {"filterPattern": "AN ERROR"}, False),
+        ("s3", "buckets", {"EnableDnsSupport": "true"}, {}, False),
+    ],
+)
+def test_a_default_given_is_as_good_as_none(service: str, kind: str, one: object, other: object, equal: bool) -> None:
+    assert (read(service, kind, one) == read(service, kind, other)) is equal
+
+
 IN_XML = {"CORSRule": "CORSRules", "RoutingRule": "RoutingRules"}
 """Names of S3's lists in its documents, whose elements bear them."""
 

@@ -129,3 +129,45 @@ def test_a_parameter_group_of_another_family_is_refused(aws) -> None:
         refused = aws(f"{create} --db-parameter-group-name p{version}")
         assert "InvalidParameterCombination" in refused[2], version
     assert aws(f"{create} --db-parameter-group-name p --engine-version 16.4")[0] == 0
+
+
+def test_a_listener_forwards_to_one_group_in_either_form(aws) -> None:
+    """The longer form was dropped, and the listener forwarded nowhere."""
+    subnets = json.loads(aws("ec2 describe-subnets --query Subnets[].SubnetId")[1])
+    made = json.loads(aws(f"elbv2 create-load-balancer --name b --subnets {' '.join(subnets)}")[1])
+    balancer = made["LoadBalancers"][0]["LoadBalancerArn"]
+    group = "elbv2 create-target-group --protocol HTTP --port 80 --vpc-id vpc-00000001 --name"
+    groups = [json.loads(aws(f"{group} {name}")[1])["TargetGroups"][0]["TargetGroupArn"] for name in ("one", "two")]
+    for port, weights, right in ((80, {0: 1}, True), (81, {0: 0}, False), (82, {0: 1, 1: 1}, False)):
+        parts = [{"TargetGroupArn": groups[place], "Weight": weight} for place, weight in weights.items()]
+        action = json.dumps([{"Type": "forward", "ForwardConfig": {"TargetGroups": parts}}])
+        create = f"elbv2 create-listener --load-balancer-arn {balancer} --protocol HTTP --port {port}"
+        answer = json.loads(aws(f"{create} --default-actions '{action}'")[1])
+        assert (answer["Listeners"][0]["DefaultActions"][0].get("TargetGroupArn") == groups[0]) is right, weights
+
+
+def test_a_stack_makes_what_a_request_would(aws) -> None:
+    """A topic could be used by anybody, and a table billed by request was provisioned."""
+    keys: dict[str, object] = {"AttributeDefinitions": [{"AttributeName": "id", "AttributeType": "S"}]}
+    keys |= {"BillingMode": "PAY_PER_REQUEST", "TableName": "t"}
+    keys["KeySchema"] = [{"AttributeName": "id", "KeyType": "HASH"}]
+    subscription = {"TopicArn": {"Ref": "T"}, "Protocol": "sqs", "Endpoint": "arn:aws:sqs:us-east-1:000000000000:q"}
+    template = {
+        "T": {"Type": "AWS::SNS::Topic", "Properties": {"TopicName": "by-stack"}},
+        "S": {"Type": "AWS::SNS::Subscription", "Properties": subscription},
+        "D": {
+            "Type": "AWS::DynamoDB::Table",
+            "Properties": {"BillingMode": "PAY_PER_REQUEST", "TableName": "t", **keys},
+        },
+    }
+    body = json.dumps({"Resources": template})
+    assert aws(f"cloudformation create-stack --stack-name s --template-body '{body}'")[0] == 0
+    aws("sns create-topic --name by-request")
+    arn = "arn:aws:sns:us-east-1:000000000000"
+    endpoint = f"--notification-endpoint {subscription['Endpoint']}"
+    aws(f"sns subscribe --topic-arn {arn}:by-request --protocol sqs {endpoint}")
+    topics = ("by-stack", "by-request")
+    told = [aws(f"sns get-topic-attributes --topic-arn {arn}:{name}")[1].replace(name, "x") for name in topics]
+    assert json.loads(told[0]) == json.loads(told[1])
+    table = json.loads(aws("dynamodb describe-table --table-name t")[1])["Table"]
+    assert table["ProvisionedThroughput"]["ReadCapacityUnits"] == 0

@@ -116,7 +116,10 @@ SPELLED = (1, 2, 8, 9, 13, 14, 15, 20, 22, 24)
 """Questions that another right way once answered in vain."""
 GRANTING = (301, 304, 305, 306, 307, 308, 316, 318, 319, 324, 325)
 """Policies that were once read as they are written, not as what they permit."""
-EDGES = (121, 122, 124, 204, 217, 219, 221, 223, 303, 308, 316, 318, 320, 321, 322, 401, 409, 414, 424)
+EDGES = (
+    *(111, 114, 121, 122, 124, 203, 204, 213, 216, 217, 219, 221, 222, 223, 303, 305, 308, 310, 313, 314, 316, 317),
+    *(318, 320, 321, 322, 401, 408, 409, 414, 424),
+)
 """Where what was harmless, free, equal or given by default was once told by a pattern: all that a person wrote."""
 REPAIRS = tuple(template.task_id for template in load_templates(["expert"]))
 SAMPLE = sorted({*WHOLE, *SPELLED, *GRANTING, *EDGES, *REPAIRS})
