@@ -16,10 +16,11 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any
 
+from realhf.aws.grading.companions import Companions, companions_of
 from realhf.aws.grading.leftovers import OWN, Leaf, left_over, mentions
 from realhf.aws.grading.meanings import Member, is_setting, only_describes
-from realhf.aws.grading.policy_comparison import Gain, TooManySteps
-from realhf.aws.grading.rights import Rights, compare_rights, read_rights
+from realhf.aws.grading.policy_comparison import Gain, Policies, TooManySteps
+from realhf.aws.grading.rights import Rights, RightsChange, compare_rights, read_rights
 from realhf.aws.grading.snapshot import Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
@@ -182,6 +183,11 @@ class Goal:
         )
         return before, wanted
 
+    @cached_property
+    def companions(self) -> Companions:
+        """The grants that AWS needs for what the solution wires."""
+        return companions_of(self.target.end.resources, self.rights[1], lambda text: _TOKEN.sub(r"\1", text))
+
     def meant(self, leaf: Leaf) -> Leaf:
         """Return a leaf, or where it is a policy that means the same the one that it should be."""
         if not leaf[1].endswith(_POLICY):
@@ -211,14 +217,19 @@ class Comparison:
         names = _matching(end, goal.target.end, self._renamed)
         names |= {token: f"{OWN}{token}" for token in _identifying([end]) if token not in names}
         now = {goal.meant(leaf) for leaf in goal.read.leaves(end, names)}
+        still, opened, more = list[str](), list[str](), list[str]()
+        if now != last:
+            rights = read_rights(
+                end.resources, lambda text: _TOKEN.sub(lambda match: names.get(match[1], match[1]), text)
+            )
+            beyond = compare_rights(goal.companions.rights, rights)
+            still, opened, more = self._rights(rights, beyond)
+            now = self._without_companions(now, rights, beyond)
         held = {(sign, leaf) for sign, leaf in goal.wanted if (leaf in now) == (sign == "+")}
         gone = self._gone(end, names)
         damage = {leaf for leaf in (first & last) - now if leaf[0] not in gone and not self._may_change(leaf[0])}
         openings, disabled, extra, left = self._extras(now, end.said)
-        still: list[str] = []
-        if now != last:
-            still, opened, more = self._rights(end, names)
-            openings, extra = openings + opened, extra + more
+        openings, extra = openings + opened, extra + more
         told = Differences(
             missing=_told([*(f"{sign} {_said(leaf)}" for sign, leaf in goal.wanted - held), *still]),
             damage=_told([*map(_said, damage), *disabled]),
@@ -292,19 +303,57 @@ class Comparison:
             left = left_over(own, (leaf for leaf in now if leaf[0] in known), wanted, said)
         return [*map(_said, openings)], [*map(_said, disabled)], [*map(_said, extra)], left
 
-    def _rights(self, end: Snapshot, names: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
+    def _without_companions(self, now: set[Leaf], rights: Rights, beyond: RightsChange) -> set[Leaf]:
+        """Return the leaves of an account without the policies that allow no more than AWS needs for what the solution
+        wires; a policy of the target that allows this as well is as in the target."""
+        allowed, wanted = self.goal.companions, self.goal.rights[1]
+        if not (allowed.roles or allowed.policies) or rights in self.goal.rights:
+            return now
+        more = {one.holder for one in beyond.more} | set(beyond.unread)
+        less = {one.holder for one in compare_rights(rights, wanted).more}
+        roles = {
+            key
+            for key, arn in allowed.roles.items()
+            if arn not in more and not _denies(rights.roles, wanted.roles, arn)
+        }
+        policies = {
+            name for name in allowed.policies - more - less if not _denies(rights.resources, wanted.resources, name)
+        }
+        places = {(leaf[0], leaf[1]): leaf for leaf in self.goal.last if leaf[1].endswith(_POLICY)}
+        given, added = set[Leaf](), set[Leaf]()
+        for leaf in now - self.goal.last:
+            key, path = leaf[:2]
+            if path.endswith(_POLICY) and key[0] != "iam":
+                name = "/".join(filter(None, (*key, path.removesuffix(_POLICY))))
+                if _TOKEN.sub(r"\1", name) in policies:
+                    given |= {leaf, (key, "", "{}", 0)} if is_setting(key) else {leaf}
+                    added |= {places[key, path]} if (key, path) in places else set()
+            elif key in roles and (path.startswith("InlinePolicies/") or path == "AttachedPolicies[]"):
+                given.add(leaf)
+        attached = {leaf[2].strip('"') for leaf in given if leaf[1] == "AttachedPolicies[]"}
+        own = {
+            key
+            for key, path, value, _ in now
+            if key[:2] == ("iam", "policies") and path == "Arn"
+            if value.strip('"') in attached
+        }
+        for key in own:
+            leaves = {leaf for leaf in now if leaf[0] == key}
+            if sum(leaf[1].endswith(_POLICY) for leaf in leaves) == 1:
+                given |= leaves - self.goal.last
+        return (now - given) | added
+
+    def _rights(self, now: Rights, beyond: RightsChange) -> tuple[list[str], list[str], list[str]]:
         """Return who may do more than in the target: by what was so before, by whatever way it stays so, and who gained
         it since, those who were there before, users and roles that are new, and anybody by a new resource. What else a
         new resource allows is its own matter. Whose rights take too long to be compared counts among the first."""
         keys = {leaf[0] for leaf in self.goal.first | self.goal.last}
         known = {(service, _TOKEN.sub(r"\1", f"{identity}/")) for service, _, identity in keys}
-        now = read_rights(end.resources, lambda text: _TOKEN.sub(lambda match: names.get(match[1], match[1]), text))
         before, wanted = self.goal.rights
         if now in (wanted, before):
             return [], [], []
         had = compare_rights(before, now)
         more = {one.holder for one in had.more} | set(had.unread)
-        beyond = compare_rights(wanted, now)
         found = [one for one in beyond.more if one.holder in more]
         own = [one for one in found if one.new and not _hangs_on(one.holder, known)]
         still = [f"still: {one}" for one in beyond.more if one.holder not in more]
@@ -313,6 +362,12 @@ class Comparison:
             [f"{one}" for one in found if one not in own],
             [f"{one}" for one in own if not one.gain.principal or _lets_everybody_in(one.gain)],
         )
+
+
+def _denies(now: Mapping[str, Policies], wanted: Mapping[str, Policies], holder: str) -> bool:
+    """Return whether a holder's policies have a denial that is not wanted."""
+    known = wanted.get(holder, Policies()).statements
+    return any(not one.allow and one not in known for one in now.get(holder, Policies()).statements)
 
 
 def _lets_everybody_in(gain: Gain) -> bool:

@@ -237,7 +237,7 @@ def _hanging(
     """Return the policies that hang on a resource, by name; a grant of a key is one, too."""
     if (service, kind) == ("kms", "grants"):
         return {f"kms/grants/{identity}": _key_grant(attributes, renamed)}
-    owner = renamed(_arn(service, identity, attributes))
+    owner = renamed(arn_of(service, identity, attributes))
     return {
         "/".join(filter(None, (service, kind, identity, path))): Policies(read_document(found, renamed), None, owner)
         for path, found in _documents(attributes, "")
@@ -266,7 +266,7 @@ def _documents(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Map
                 yield from _documents(item, f"{path}/{number}", depth + 1)
 
 
-def _arn(service: str, identity: str, attributes: Mapping[str, Any]) -> str:
+def arn_of(service: str, identity: str, attributes: Mapping[str, Any]) -> str:
     """Return the ARN of a resource as far as it can be told, else nothing."""
     if service == "s3":
         return f"arn:aws:s3:::{identity}" if not identity.startswith("arn:") else identity

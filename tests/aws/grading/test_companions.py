@@ -1,0 +1,167 @@
+"""The grants that AWS needs for what a task wires: the least of them is paid, one action, resource or principal more is
+not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jmespath
+import pytest
+
+from realhf.aws.episode.episode import Episode
+from realhf.aws.grading.companions import wirings
+from realhf.aws.simulator.slot import Slot
+from realhf.aws.tasks.loader import instantiate
+from tests.aws.validation.play import run_commands
+
+ACCOUNT = "000000000000"
+AT = f"us-east-1:{ACCOUNT}"
+BASIC = "arn:aws:iam::aws:policy/service-role/AWSLambdaBasicExecutionRole"
+BACKUP = "arn:aws:iam::aws:policy/service-role/AWSBackupServiceRolePolicyForBackup"
+Statements = list[dict[str, Any]]
+
+
+def grant(actions: str, resource: str, source: str = "", principal: str = "", *, account: bool = False) -> Statements:
+    found: dict[str, Any] = {"Effect": "Allow", "Action": actions.split(), "Resource": resource.split()}
+    condition: dict[str, Any] = {"ArnEquals": {"aws:SourceArn": source}} if source else {}
+    condition |= {"StringEquals": {"aws:SourceAccount": ACCOUNT}} if account else {}
+    if principal:
+        found |= {"Principal": {"Service": f"{principal}.amazonaws.com"}, "Condition": condition}
+    return [found]
+
+
+def to_queue(queue: str, statements: Statements) -> list[str]:
+    policy = json.dumps({"Version": "2012-10-17", "Statement": statements})
+    url = f"http://localhost:4566/{ACCOUNT}/{queue}"
+    return [f"aws sqs set-queue-attributes --queue-url {url} --attributes '{json.dumps({'Policy': policy})}'"]
+
+
+def to_role(role: str, statements: Statements) -> list[str]:
+    policy = json.dumps({"Version": "2012-10-17", "Statement": statements})
+    return [f"aws iam put-role-policy --role-name {role} --policy-name least --policy-document '{policy}'"]
+
+
+def as_managed(role: str, statements: Statements) -> list[str]:
+    policy = json.dumps({"Version": "2012-10-17", "Statement": statements})
+    return [
+        f"aws iam create-policy --policy-name least --policy-document '{policy}'",
+        f"aws iam attach-role-policy --role-name {role} --policy-arn arn:aws:iam::{ACCOUNT}:policy/least",
+    ]
+
+
+def to_bucket(bucket: str, statements: Statements) -> list[str]:
+    policy = json.dumps({"Version": "2012-10-17", "Statement": statements})
+    return [f"aws s3api put-bucket-policy --bucket {bucket} --policy '{policy}'"]
+
+
+def attached(role: str, policy: str) -> list[str]:
+    return [f"aws iam attach-role-policy --role-name {role} --policy-arn {policy}"]
+
+
+def wider(statements: Statements, action: str, resource: str) -> Iterator[Statements]:
+    """Yield the statements with an action, a resource, and a principal more, or without the condition."""
+    first, *rest = statements
+    yield [{**first, "Action": [*first["Action"], action]}, *rest]
+    if resource:  # what the policy of a queue says of another queue means nothing
+        yield [{**first, "Resource": [*first["Resource"], resource]}, *rest]
+    if "Principal" in first:
+        yield [{**first, "Principal": {**first["Principal"], "AWS": "arn:aws:iam::999999999999:root"}}, *rest]
+        yield [{name: value for name, value in first.items() if name != "Condition"}, *rest]
+
+
+def plays(template_id: int, name: str) -> tuple[list[list[str]], list[list[str]]]:
+    """Return commands that give the least, and commands that give more."""
+    queue = f"arn:aws:sqs:{AT}:{name}"
+    match template_id:
+        case 203 | 417:
+            own = name if template_id == 203 else f"{name}-new"
+            topic = f"arn:aws:sns:{AT}:{name}"
+            queue = f"arn:aws:sqs:{AT}:{own}"
+            forms = [(topic, False), (topic, True), ("", True)]
+            least = [grant("sqs:SendMessage", queue, source, "sns", account=own) for source, own in forms]
+            more = [
+                *wider(least[0], "sqs:DeleteMessage", ""),
+                grant("sqs:SendMessage", queue, f"{topic}-2", "sns"),
+            ]
+            return [to_queue(own, one) for one in least], [to_queue(own, one) for one in more]
+        case 213 | 406:
+            own = name if template_id == 213 else f"{name}-jobs"
+            rule, queue = f"arn:aws:events:{AT}:rule/{name}", f"arn:aws:sqs:{AT}:{own}"
+            least = [grant("sqs:SendMessage", queue, rule, "events", account=account) for account in (False, True)]
+            more = [*wider(least[0], "sqs:*", ""), grant("sqs:SendMessage", queue, rule, "sns")]
+            return [to_queue(own, one) for one in least], [to_queue(own, one) for one in more]
+        case 218:
+            trail, bucket = f"arn:aws:cloudtrail:{AT}:trail/{name}", f"arn:aws:s3:::{name}"
+            look = grant("s3:GetBucketAcl", bucket, trail, "cloudtrail")
+            write = grant("s3:PutObject", f"{bucket}/records/AWSLogs/{ACCOUNT}/*", trail, "cloudtrail")
+            write[0]["Condition"] |= {"StringEquals": {"s3:x-amz-acl": "bucket-owner-full-control"}}
+            more = [*wider([*write, *look], "s3:DeleteObject", f"{bucket}/*")]
+            return [to_bucket(name, [*look, *write])], [to_bucket(name, one) for one in more]
+        case 301:
+            group = f"arn:aws:logs:{AT}:log-group:/aws/lambda/{name}:*"
+            least = grant("logs:CreateLogStream logs:PutLogEvents", group)
+            least += grant("logs:CreateLogGroup", f"arn:aws:logs:{AT}:*")
+            more = [to_role(name, one) for one in wider(least, "logs:DeleteLogStream", f"arn:aws:logs:{AT}:*")]
+            more.append(attached(name, "arn:aws:iam::aws:policy/CloudWatchLogsFullAccess"))
+            return [attached(name, BASIC), to_role(name, least), as_managed(name, least)], more
+        case 304:
+            least = grant("states:StartExecution", f"arn:aws:states:{AT}:stateMachine:{name}")
+            more = [*wider(least, "states:StopExecution", f"arn:aws:states:{AT}:stateMachine:{name}-2")]
+            return [to_role(name, least)], [to_role(name, one) for one in more]
+        case 307:
+            least = grant("kinesis:PutRecord kinesis:PutRecords", f"arn:aws:kinesis:{AT}:stream/{name}")
+            more = [*wider(least, "kinesis:GetRecords", f"arn:aws:kinesis:{AT}:stream/{name}-2")]
+            return [to_role(name, least), as_managed(name, least)], [
+                *(to_role(name, one) for one in more),
+                *(as_managed(name, one) for one in more),
+            ]
+        case 308:
+            bucket = f"arn:aws:s3:::{name}-archive"
+            reads = "kinesis:DescribeStream kinesis:GetShardIterator kinesis:GetRecords kinesis:ListShards"
+            writes = "s3:AbortMultipartUpload s3:GetBucketLocation s3:GetObject s3:ListBucket"
+            writes += " s3:ListBucketMultipartUploads s3:PutObject"
+            least = grant(reads, f"arn:aws:kinesis:{AT}:stream/{name}") + grant(writes, f"{bucket} {bucket}/*")
+            more = [*wider(least, "kinesis:PutRecord", "*"), *wider(least[::-1], "s3:DeleteObject", "arn:aws:s3:::*")]
+            return [to_role(name, least)], [to_role(name, one) for one in more]
+        case 318:
+            role = f"{name}-build"
+            logs = "logs:CreateLogGroup logs:CreateLogStream logs:PutLogEvents"
+            groups = [f"arn:aws:logs:{AT}:log-group:{group}" for group in (f"/aws/codebuild/{name}", f"/builds/{name}")]
+            least = grant(logs, " ".join(f"{group} {group}:*" for group in groups))
+            least += grant("s3:GetObject s3:GetObjectVersion", f"arn:aws:s3:::{name}-src/source.zip")
+            more = [*wider(least, "logs:DeleteLogGroup", "*"), *wider(least[::-1], "s3:PutObject", "arn:aws:s3:::*")]
+            return [to_role(role, least)], [to_role(role, one) for one in more]
+        case _:
+            role = f"{name}-backup"
+            more = [
+                attached(role, "arn:aws:iam::aws:policy/AdministratorAccess"),
+                to_role(role, grant("backup:*", "*")),
+            ]
+            return [attached(role, BACKUP)], more
+
+
+TEMPLATES = (203, 213, 218, 301, 304, 307, 308, 318, 324, 406, 417)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("template_id", TEMPLATES)
+def test_the_least_grant_is_paid_and_more_is_not(slot: Slot, template_id: int) -> None:
+    task = instantiate(template_id, 0)
+    least, more = plays(template_id, str(task.params["name"]))
+    for right, ways in ((True, least), (False, more)):
+        for lines in ways:
+            episode = Episode(slot, 64)
+            run = run_commands(episode, task, [*task.solution[:-1], *lines, task.solution[-1]])
+            assert not run.failures
+            assert (run.achieved, run.score == 1.0) == (right, right), (lines, episode.missing())
+
+
+def test_every_row_names_the_page_of_aws_and_reads_its_record() -> None:
+    for row in wirings():
+        assert row.aws.startswith("https://docs.aws.amazon.com/"), row.name
+        assert bool(row.principal) is not row.role, row.name
+        assert bool(row.actions) is bool(row.resources), row.name
+        assert (row.actions or row.managed) and (row.role or row.source or row.source_arn), row.name
+        jmespath.compile(row.wires)
