@@ -100,21 +100,34 @@ MOST_ROWS = 40
 
 class QuestionGoal:
     """A question is answered. Finding it means a result of one value, the answer, by a statement that reads all columns
-    that the answer depends on. Only the last such result counts: a statement may name columns and return a constant,
-    and a list of constants would be sure of one that is right."""
+    that the answer depends on and finds the answer among other rows as well: one that returns a constant does not,
+    whatever it names. Only the last result of one value counts."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, limits: Limits) -> None:
         assert instance.answer is not None
         self._expected, self._needed = instance.answer, instance.reads
+        self._instance, self._limits = instance, limits
         self._given = ""
         self.potential, self.solved = 0.0, False
 
-    def take_result(self, result: Result, database: Database) -> None:
+    def take_result(self, statement: str, result: Result, database: Database) -> None:
         """See what a statement returned."""
-        is_value = len(result.rows) == 1 and len(result.rows[0]) == 1 and not result.more
-        if is_value:
-            right = result.rows[0][0] == self._expected and result.read >= self._needed
+        value = _value_of(result)
+        if value is not None:
+            right = value == self._expected and result.read >= self._needed and self._finds_others(statement)
             self.potential = FOUND if right else 0.0
+
+    def _finds_others(self, statement: str) -> bool:
+        """Return whether a statement finds the answer where it is another one."""
+        for tables in self._instance.twins():
+            twin = Database(tables, self._limits, writable=False)
+            try:
+                expected = _value_of(twin.execute(self._instance.statements[-1]))
+                if expected is not None and expected != self._expected:
+                    return _value_of(twin.execute(statement)) == expected
+            finally:
+                twin.close()
+        return False
 
     def take_answer(self, answer: str) -> tuple[str, bool]:
         """Take the answer, the only one there is. Returns what the policy is told, and whether the episode ends."""
@@ -134,6 +147,12 @@ class QuestionGoal:
         return {"view": {"title": "The answer", "text": self._given[:MOST_LINE_CHARS]}}
 
 
+def _value_of(result: Result) -> Any:
+    """Return the value of a result that has only one, else None."""
+    is_value = len(result.rows) == 1 and len(result.rows[0]) == 1 and not result.more
+    return result.rows[0][0] if is_value else None
+
+
 class ChangeGoal:
     """The database holds exactly the wanted rows. The distance to them is the number of primary keys whose row is not
     the wanted one, so that deleting a row that should have been changed is no progress."""
@@ -149,7 +168,7 @@ class ChangeGoal:
             raise ValueError("the task asks for a change that changes nothing")
         self.potential, self.solved = 0.0, False
 
-    def take_result(self, result: Result, database: Database) -> None:
+    def take_result(self, statement: str, result: Result, database: Database) -> None:
         """Compare the database with what is wanted. A failed statement may have changed it as well."""
         self._rows = database.rows()
         distance = len(self._wrong_keys())
@@ -219,7 +238,7 @@ class SqlEnvironment:
             instance = draw_instance(task)
         except ValueError as error:
             raise EnvironmentFailure("internal", str(error)) from None
-        self._goal = QuestionGoal(instance) if instance.answer is not None else ChangeGoal(instance)
+        self._goal = QuestionGoal(instance, self._limits) if instance.answer is not None else ChangeGoal(instance)
         self._database = Database(instance.tables, self._limits, writable=isinstance(self._goal, ChangeGoal))
         self._turns, self._paid = 0, 0.0
         return Opening(
@@ -251,7 +270,7 @@ class SqlEnvironment:
         if not statement:
             return NO_STATEMENT
         result: Result = database.execute(statement)
-        goal.take_result(result, database)
+        goal.take_result(statement, result, database)
         return result_text(result, self._observation_chars)
 
     def _turn(self, text: str, *, ended: bool) -> Turn:

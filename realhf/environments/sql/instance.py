@@ -13,8 +13,8 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -148,6 +148,15 @@ class Instance:
         times = Counter(name for _, name in columns)
         return frozenset((table, name) for table, name in columns if name in words and times[name] == 1)
 
+    def twins(self) -> Iterator[tuple[Table, ...]]:
+        """Yield the tables with other rows: a row less, and the values of each column handed on to other rows; then
+        with other values in one column."""
+        for place in range(max(len(table.rows) for table in self.tables)):
+            yield tuple(_stirred(table, place) for table in self.tables)
+        for changed in self.tables:
+            for column in range(1, len(changed.columns)):
+                yield tuple(_replaced(table, column) if table is changed else table for table in self.tables)
+
     def text(self) -> str:
         """Return what the policy reads first: the tables and the request."""
         return f"Tables: {', '.join(table.heading() for table in self.tables)}.\n{self.request}"
@@ -155,6 +164,28 @@ class Instance:
     def turns(self) -> tuple[str, ...]:
         """Return what a policy says that solves the task."""
         return self.statements if self.answer is None else (*self.statements, f"answer: {self.answer}")
+
+
+def _replaced(table: Table, column: int) -> Table:
+    """Return a table with other values in a column."""
+    rows = []
+    for row in table.rows:
+        value = row[column]
+        other = f"{value}-2" if isinstance(value, str) else value + LARGEST
+        rows.append((*row[:column], other, *row[column + 1 :]))
+    return replace(table, rows=tuple(rows))
+
+
+def _stirred(table: Table, place: int) -> Table:
+    """Return a table without the row at a place (of a small table none), its columns turned, each by another number of
+    rows."""
+    rows = table.rows if len(table.rows) < FEWEST_ROWS else (*table.rows[:place], *table.rows[place + 1 :])
+    turned = [
+        [row[column] for row in (*rows[turn:], *rows[:turn])]
+        for column in range(len(table.columns))
+        for turn in [column * (place + 1) % len(rows)]
+    ]
+    return replace(table, rows=tuple(zip(*turned, strict=True)))
 
 
 @dataclass(frozen=True)

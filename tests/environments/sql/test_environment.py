@@ -22,6 +22,8 @@ from realhf.environments.sql.tasks import TEMPLATES, SqlTaskSet, draw_instance
 from tests.environments.sql.attacks import HARMLESS, REFUSED
 from tests.environments.sql.playing import play, said, score
 
+QUESTIONS = [name for name, (group, _) in TEMPLATES.items() if group in ("lookup", "aggregate", "join")]
+
 
 @pytest.mark.parametrize(
     "content, statement",
@@ -160,17 +162,23 @@ async def test_a_guessed_constant_is_no_found_answer():
     assert score(turns) == 0
 
 
-async def test_of_a_list_of_constants_only_the_last_counts():
-    """A statement that names the columns and returns a constant cannot be told from one that found it, but a list of
-    them is no surer than a single guess."""
-    instance = draw_instance(QUESTION.payload)
-    table = instance.tables[0].name
-    names = " AND ".join(f"{name} IS NOT NULL" for _, name in instance.reads)
-    guesses = [f"SELECT {answer} FROM {table} WHERE {names} LIMIT 1" for answer in (instance.answer, 98, 99)]
-    assert score(await play(QUESTION, guesses[:1])) == 0.5
-    assert score(await play(QUESTION, guesses)) == 0
-    later = await play(QUESTION, [*guesses, *instance.turns()[:1]])
-    assert score(later) == 0.5
+@pytest.mark.parametrize("template", QUESTIONS)
+@pytest.mark.parametrize("seed", range(12))
+async def test_a_constant_is_no_found_answer_whatever_the_statement_names(template: str, seed: int):
+    """It was worth half the score where it named the columns that the answer depends on."""
+    task = SqlTaskSet().instantiate(template, seed)
+    instance = draw_instance(task.payload)
+    tables = ", ".join(table.name for table in instance.tables)
+    named = " AND ".join(f"{table}.{name} IS NOT NULL" for table, name in instance.reads)
+    constant = f"'{instance.answer}'" if isinstance(instance.answer, str) else f"{instance.answer}"
+    guesses = [
+        f"SELECT {constant} FROM {tables} WHERE {named} LIMIT 1",
+        f"SELECT CASE WHEN {named} THEN {constant} END FROM {tables} LIMIT 1",
+        f"SELECT max({constant}) FROM {tables} WHERE {named}",
+    ]
+    assert score(await play(task, guesses)) == 0
+    assert score(await play(task, [*guesses, *instance.turns()[:1]])) == 0.5
+    assert score(await play(task, [*instance.turns()[:1], guesses[0]])) == 0, "the last one counts"
 
 
 async def test_an_answer_among_others_is_not_found():
