@@ -222,9 +222,10 @@ class Comparison:
             rights = read_rights(
                 end.resources, lambda text: _TOKEN.sub(lambda match: names.get(match[1], match[1]), text)
             )
-            beyond = compare_rights(goal.companions.rights, rights)
+            grants = self._grants(now)  # as a rule there are none, and the larger comparison is spared
+            beyond = compare_rights(goal.companions.rights if grants else goal.rights[1], rights)
             still, opened, more = self._rights(rights, beyond)
-            now = self._without_companions(now, rights, beyond)
+            now = self._without_companions(now, grants, rights, beyond) if grants else now
         held = {(sign, leaf) for sign, leaf in goal.wanted if (leaf in now) == (sign == "+")}
         gone = self._gone(end, names)
         damage = {leaf for leaf in (first & last) - now if leaf[0] not in gone and not self._may_change(leaf[0])}
@@ -303,33 +304,40 @@ class Comparison:
             left = left_over(own, (leaf for leaf in now if leaf[0] in known), wanted, said)
         return [*map(_said, openings)], [*map(_said, disabled)], [*map(_said, extra)], left
 
-    def _without_companions(self, now: set[Leaf], rights: Rights, beyond: RightsChange) -> set[Leaf]:
-        """Return the leaves of an account without the policies that allow no more than AWS needs for what the solution
-        wires; a policy of the target that allows this as well is as in the target."""
-        allowed, wanted = self.goal.companions, self.goal.rights[1]
-        if not (allowed.roles or allowed.policies) or rights in self.goal.rights:
-            return now
-        more = {one.holder for one in beyond.more} | set(beyond.unread)
-        less = {one.holder for one in compare_rights(rights, wanted).more}
-        roles = {
-            key
-            for key, arn in allowed.roles.items()
-            if arn not in more and not _denies(rights.roles, wanted.roles, arn)
-        }
-        policies = {
-            name for name in allowed.policies - more - less if not _denies(rights.resources, wanted.resources, name)
-        }
-        places = {(leaf[0], leaf[1]): leaf for leaf in self.goal.last if leaf[1].endswith(_POLICY)}
-        given, added = set[Leaf](), set[Leaf]()
+    def _grants(self, now: Set[Leaf]) -> dict[Leaf, str]:
+        """Return the policies that the target has not and that may be companions, with whose they are."""
+        allowed, found = self.goal.companions, dict[Leaf, str]()
         for leaf in now - self.goal.last:
             key, path = leaf[:2]
             if path.endswith(_POLICY) and key[0] != "iam":
-                name = "/".join(filter(None, (*key, path.removesuffix(_POLICY))))
-                if _TOKEN.sub(r"\1", name) in policies:
-                    given |= {leaf, (key, "", "{}", 0)} if is_setting(key) else {leaf}
-                    added |= {places[key, path]} if (key, path) in places else set()
-            elif key in roles and (path.startswith("InlinePolicies/") or path == "AttachedPolicies[]"):
+                name = _TOKEN.sub(r"\1", "/".join(filter(None, (*key, path.removesuffix(_POLICY)))))
+                if name in allowed.policies:
+                    found[leaf] = name
+            elif key in allowed.roles and (path.startswith("InlinePolicies/") or path == "AttachedPolicies[]"):
+                found[leaf] = allowed.roles[key]
+        return found
+
+    def _without_companions(
+        self, now: set[Leaf], grants: Mapping[Leaf, str], rights: Rights, beyond: RightsChange
+    ) -> set[Leaf]:
+        """Return the leaves of an account without those ``grants`` that allow no more than AWS needs for what the
+        solution wires; a policy of the target that allows this as well is as in the target."""
+        wanted = self.goal.rights[1]
+        more = {one.holder for one in beyond.more} | set(beyond.unread)
+        less = {one.holder for one in compare_rights(rights, wanted).more}
+        places = {(leaf[0], leaf[1]): leaf for leaf in self.goal.last if leaf[1].endswith(_POLICY)}
+        given, added = set[Leaf](), set[Leaf]()
+        for leaf, holder in grants.items():
+            key, path = leaf[:2]
+            of_role = key[0] == "iam"
+            held, known = (one.roles if of_role else one.resources for one in (rights, wanted))
+            if holder in more or _denies(held, known, holder):
+                continue
+            if of_role:
                 given.add(leaf)
+            elif holder not in less:
+                given |= {leaf, (key, "", "{}", 0)} if is_setting(key) else {leaf}
+                added |= {places[key, path]} if (key, path) in places else set()
         attached = {leaf[2].strip('"') for leaf in given if leaf[1] == "AttachedPolicies[]"}
         own = {
             key
