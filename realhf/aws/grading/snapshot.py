@@ -292,6 +292,9 @@ _BY_SERVICE = re.compile(r'"(eventSource|TopicArn)"')
 _WRITTEN_AT = re.compile(r'"(eventTime|Timestamp)": ?"[^"]*",? ?')
 _USUAL_BUS = ("events", "event_buses", "default", {"Arn", "Name"})
 """What every account has, and the simulator makes when it is first asked."""
+_ACCOUNT = re.compile(r"\A\d{12}\Z")
+"""A principal that is a whole account, in the short form:
+https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_elements_principal.html"""
 _ACCESS_LISTS = frozenset({"bucket_acl", "object_acl"})
 
 
@@ -456,6 +459,9 @@ def _normal_statement(statement: Any) -> Any:
     for name in ("Principal", "NotPrincipal"):
         if found.get(name) == ["*"]:
             found[name] = {"AWS": ["*"]}
+        if isinstance(found.get(name), Mapping) and "AWS" in found[name]:
+            accounts = (_ACCOUNT.sub(r"arn:aws:iam::\g<0>:root", one) for one in found[name]["AWS"])
+            found[name] = {**found[name], "AWS": sorted(set(accounts))}
     for name in ("Action", "NotAction"):
         if isinstance(found.get(name), list):
             found[name] = sorted({str(action).lower() for action in found[name]})
