@@ -87,11 +87,11 @@ def _goes_with(key: Key, leaves: Sequence[Leaf], past: Iterable[Key]) -> bool:
 
 def _is_named(key: Key, said: str, declared: str) -> bool:
     """Return whether requests, their answers or the agent's stacks name something: by the last part of its identity,
-    but a path, as log groups of services have it, as a whole."""
+    but a log group, which services call by a path, as a whole."""
     tokens = _OWN_TOKEN.findall(key[2])
     if tokens:
         return any(token in said or f"{OWN}{token}" in declared for token in tokens)
-    name = key[2] if key[2].startswith("/") else _PARTS.split(key[2])[-1]
+    name = key[2] if key[:2] == ("logs", "log_groups") else _PARTS.split(key[2])[-1]
     return name in said or name in declared
 
 

@@ -145,7 +145,7 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, goals: Goals) -> P
 
 def _is_free(line: str, task: Task) -> bool:
     """Return whether what the describe calls tell is of a field that the task leaves to the agent."""
-    names = (path.replace("[]", "").rpartition(".")[2] for _, path in freedom_of(task).free)
+    names = (path.replace("[]", "").rpartition(".")[2] for _, path, _ in freedom_of(task).free)
     return any(re.search(rf"\.{re.escape(name)} = ", line, re.IGNORECASE) for name in names)
 
 

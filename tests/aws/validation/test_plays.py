@@ -118,7 +118,7 @@ GRANTING = (301, 304, 305, 306, 307, 308, 316, 318, 319, 324, 325)
 """Policies that were once read as they are written, not as what they permit."""
 EDGES = (
     *(111, 114, 121, 122, 124, 203, 204, 213, 216, 217, 219, 221, 222, 223, 303, 305, 308, 310, 313, 314, 316, 317),
-    *(318, 320, 321, 322, 401, 408, 409, 414, 424),
+    *(318, 320, 321, 322, 401, 408, 409, 414, 416, 424),
 )
 """Where what was harmless, free, equal or given by default was once told by a pattern: all that a person wrote."""
 REPAIRS = tuple(template.task_id for template in load_templates(["expert"]))
