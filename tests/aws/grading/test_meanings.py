@@ -94,6 +94,28 @@ def pool(**policy: object) -> dict:
     return {"Policies": {"PasswordPolicy": {"MinimumLength": 8, **policy}}}
 
 
+def invited(**more: object) -> dict:
+    return {"AdminCreateUserConfig": {"AllowAdminCreateUserOnly": False, **more}}
+
+
+EFS = "aws/elasticfilesystem"
+
+
+def encrypted(**more: object) -> dict:
+    return {"Encrypted": True, **more}
+
+
+USUAL_DELIVERY = {
+    "BufferingHints": {"SizeInMBs": 5, "IntervalInSeconds": 300},
+    "EncryptionConfiguration": {"NoEncryptionConfig": "NoEncryption"},
+    "S3BackupMode": "Disabled",
+}
+
+
+def delivery(**more: object) -> dict:
+    return {"destinations": [{"id": "d", "config": {"BucketARN": "b", **more}}]}
+
+
 def rule(**more: object) -> dict:
     return {"IpPermissions": [{"FromPort": 1, "IpRanges": [{"CidrIp": "10.0.0.0/8", **more}]}]}
 
@@ -111,6 +133,16 @@ def check(**more: object) -> dict:
         ("cloudwatch", "alarms", alarm(Unit="Percent", MetricName="NetworkIn"), alarm(MetricName="NetworkIn"), False),
         ("cognito-idp", "user_pools", pool(RequireNumbers=False), pool(), True),
         ("cognito-idp", "user_pools", pool(RequireNumbers=True), pool(), False),
+        ("cognito-idp", "user_pools", invited(UnusedAccountValidityDays=7), invited(), True),
+        ("cognito-idp", "user_pools", invited(UnusedAccountValidityDays=8), invited(), False),
+        ("efs", "file_systems", encrypted(KmsKeyId=f"alias/{EFS}", PerformanceMode="generalPurpose"), encrypted(), True),
+        ("efs", "file_systems", encrypted(KmsKeyId="alias/mine"), encrypted(), False),
+        ("efs", "file_systems", {"n": 1, "KmsKeyId": f"alias/{EFS}"}, {"n": 1}, False),
+        ("firehose", "streams", delivery(**USUAL_DELIVERY), delivery(), True),
+        ("firehose", "streams", delivery(BufferingHints={"SizeInMBs": 1}), delivery(), False),
+        ("firehose", "streams", delivery(S3BackupMode="Enabled"), delivery(), False),
+        ("secretsmanager", "secrets", {"n": 1, "KmsKeyId": "alias/aws/secretsmanager"}, {"n": 1}, True),
+        ("secretsmanager", "secrets", {"n": 1, "KmsKeyId": "alias/mine"}, {"n": 1}, False),
         ("ec2", "security_groups", rule(Description="mine"), rule(), True),
         ("ec2", "security_groups", rule(Ipv6="mine"), rule(), False),
         ("route53", "health_checks", check(EnableSNI=True), check(), True),
