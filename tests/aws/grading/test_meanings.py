@@ -98,7 +98,7 @@ def invited(**more: object) -> dict:
     return {"AdminCreateUserConfig": {"AllowAdminCreateUserOnly": False, **more}}
 
 
-EFS = "aws/elasticfilesystem"
+EFS = "alias/aws/elasticfilesystem"
 
 
 def encrypted(**more: object) -> dict:
@@ -135,9 +135,9 @@ def check(**more: object) -> dict:
         ("cognito-idp", "user_pools", pool(RequireNumbers=True), pool(), False),
         ("cognito-idp", "user_pools", invited(UnusedAccountValidityDays=7), invited(), True),
         ("cognito-idp", "user_pools", invited(UnusedAccountValidityDays=8), invited(), False),
-        ("efs", "file_systems", encrypted(KmsKeyId=f"alias/{EFS}", PerformanceMode="generalPurpose"), encrypted(), True),
+        ("efs", "file_systems", encrypted(KmsKeyId=EFS, PerformanceMode="generalPurpose"), encrypted(), True),
         ("efs", "file_systems", encrypted(KmsKeyId="alias/mine"), encrypted(), False),
-        ("efs", "file_systems", {"n": 1, "KmsKeyId": f"alias/{EFS}"}, {"n": 1}, False),
+        ("efs", "file_systems", {"n": 1, "KmsKeyId": EFS}, {"n": 1}, False),
         ("firehose", "streams", delivery(**USUAL_DELIVERY), delivery(), True),
         ("firehose", "streams", delivery(BufferingHints={"SizeInMBs": 1}), delivery(), False),
         ("firehose", "streams", delivery(S3BackupMode="Enabled"), delivery(), False),
