@@ -232,7 +232,7 @@ class CliExecutor:
             return CommandResult(exit_code=0, stdout=verdict.answer, stderr="")
         started = time.perf_counter()
         try:
-            return self._execute(verdict.argv)
+            return self._execute((*verdict.argv, *verdict.own.words))
         finally:
             self.counters.seconds += time.perf_counter() - started
 

@@ -54,7 +54,10 @@ FORBIDDEN_OPTIONS = (
 """Options that are refused in every spelling that the CLI would take for them."""
 _WITHOUT_EFFECT = frozenset({"--no-cli-pager", "--no-cli-auto-prompt"})
 """Flags of the CLI's second version that ask for what is the case here anyway."""
-_BLOB_FORMAT, _RAW = "--cli-binary-format", "raw-in-base64-out"
+DOCUMENTS = ("--cli-input-json", "--cli-input-yaml")
+_BLOB_FORMAT = "--cli-binary-format"
+RAW = "raw-in-base64-out"
+BASE64 = "base64"
 _VALUED_GLOBALS = ("region", "output", "query")
 _FLAG_GLOBALS = ("no-paginate",)
 _FLAGS = (
@@ -65,19 +68,45 @@ _FLAGS = (
 )  # fmt: skip
 
 
-def without_second_version(words: Sequence[str]) -> list[str]:
-    """Return the words without the options of the CLI's second version that change nothing here, wherever they stand.
-    Raises RefusedRequest for a binary format other than the one that is in force."""
+@dataclass(frozen=True)
+class OwnOptions:
+    """Holds options that the CLI here does not know, or not safely, and that the worker carries out itself."""
+
+    document_option: str = ""
+    """``--cli-input-json`` or ``--cli-input-yaml``, "" where neither is given."""
+    document: str = ""
+    """Its value: the document itself, or ``file://`` and a name of the working folder."""
+    blobs: str = ""
+    """What ``--cli-binary-format`` says texts for bytes are, "" where it is not given."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options as words, as ``read_own_options`` reads them."""
+        document = (self.document_option, self.document) if self.document_option else ()
+        return (*document, *((_BLOB_FORMAT, self.blobs) if self.blobs else ()))
+
+
+def read_own_options(words: Sequence[str]) -> tuple[list[str], OwnOptions]:
+    """Take out of the words what the CLI does not get to see: ``OwnOptions``, wherever they stand, spelt in full, and
+    flags of its second version that change nothing here. Raises RefusedRequest for one that is given twice, without a
+    value, or with another binary format than the two there are."""
     kept: list[str] = []
+    found: dict[str, str] = {}
     pending = iter(words)
     for word in pending:
         name, value = split_option(word)
-        if name == _BLOB_FORMAT:
-            if (value if value is not None else next(pending, "")) != _RAW:
-                refuse("global-option", f"option {_BLOB_FORMAT} is {_RAW} here")
+        if name in DOCUMENTS or name == _BLOB_FORMAT:
+            key = "document" if name in DOCUMENTS else name
+            value = value if value is not None else next(pending, None)
+            if key in found or value is None:
+                refuse("malformed", f"option {name} is given once, with a value, and one document at most")
+            found |= {key: value, "option": name} if key == "document" else {key: value}
         elif word not in _WITHOUT_EFFECT:
             kept.append(word)
-    return kept
+    blobs = found.get(_BLOB_FORMAT, "")
+    if _BLOB_FORMAT in found and blobs not in (RAW, BASE64):
+        refuse("global-option", f"option {_BLOB_FORMAT} is {RAW} or {BASE64}")
+    return kept, OwnOptions(found.get("option", ""), found.get("document", ""), blobs)
 
 
 def read_words(words: Sequence[str]) -> tuple[list[str], Sequence[str]]:
@@ -129,7 +158,7 @@ MAX_COMMAND_BYTES = 8192
 MAX_QUERY_CHARS = 1000
 MAX_QUERY_DEPTH = 20
 _OUTPUTS = ("json", "text", "table")
-_FILE_OPTIONS = {("s3api", "put-object"): "--body"}
+_FILE_OPTIONS = {("s3api", "put-object"): "--body", ("s3api", "upload-part"): "--body"}
 _OUTFILE_OPERATIONS = frozenset({("s3api", "get-object"), ("lambda", "invoke")})
 _TRANSFERS = frozenset({("s3", "cp"), ("s3", "mv"), ("s3", "sync")})
 _WHOLE_FOLDER = (".", "./")
@@ -145,11 +174,12 @@ _PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the decision on a command line: ``argv`` (without ``aws``) when allowed, with ``service`` and ``operation``
-    as the CLI names them (for a waiter, which ``waits``, the operation it sends); ``answer`` when the text is known
-    without running anything; otherwise ``rule`` and a text for the observation."""
+    """Holds the decision on a command line: ``argv`` (without ``aws`` and the ``own`` options) when allowed, with
+    ``service`` and ``operation`` as the CLI names them (for a waiter, which ``waits``, the operation it sends);
+    ``answer`` when the text is known without running anything; otherwise ``rule`` and a text for the observation."""
 
     argv: tuple[str, ...] = ()
+    own: OwnOptions = OwnOptions()
     service: str = ""
     operation: str = ""
     waits: bool = False
@@ -207,7 +237,7 @@ def _has_bare_newline(command: str) -> bool:
 
 def _checked(words: Sequence[str]) -> Verdict:
     """Decide on the words after ``aws``. Raises RefusedRequest."""
-    words = without_second_version(words)
+    words, own = read_own_options(words)
     _check_global_options(words)
     names, arguments = read_words(words)
     service, operation = (*names, "", "")[:2]
@@ -228,9 +258,11 @@ def _checked(words: Sequence[str]) -> Verdict:
         refuse("operation", f"{service} {operation[:60]!r} is not available here")
     if any(word == "help" and not option.startswith("--") for option, word in with_option(arguments)):
         refuse("operation", "only the operations of a service can be listed: aws SERVICE help")
-    _check_values(service, words)
+    if own.document_option and (service == "s3" or waits or (service, operation) in _OUTFILE_OPERATIONS):
+        refuse("global-option", f"option {own.document_option} is not available for {service} {operation}")
+    _check_values(service, [*own.words, *words])
     _check_files(service, operation, arguments)
-    return Verdict(argv=tuple(words), service=service, operation=operation, waits=waits)
+    return Verdict(argv=tuple(words), own=own, service=service, operation=operation, waits=waits)
 
 
 def _listing(title: str, names: Iterable[str]) -> str:

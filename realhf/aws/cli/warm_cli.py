@@ -10,7 +10,9 @@ is undone after it, so the driver neither slows down nor remembers.
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import logging
 import re
 import sys
@@ -20,7 +22,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import awscli  # noqa: F401  (first: it makes the name botocore mean the CLI's own copy)
+import awscli  # (first: it makes the name botocore mean the CLI's own copy)
 import yaml
 from awscli import clidriver, paramfile
 from awscli.argparser import ServiceArgParser
@@ -33,8 +35,18 @@ from botocore.hooks import HierarchicalEmitter
 from botocore.model import OperationModel
 from botocore.waiter import SingleWaiterConfig
 
-from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, lighten
-from realhf.aws.cli.policy import REGION, Refuse, RefusedRequest
+from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, is_internal_path, lighten
+from realhf.aws.cli.policy import (
+    BASE64,
+    DOCUMENTS,
+    RAW,
+    REGION,
+    OwnOptions,
+    Refuse,
+    RefusedRequest,
+    read_own_options,
+    refuse,
+)
 from realhf.aws.cli.virtual_folder import is_folder_name
 
 MAX_COUNT = 100
@@ -95,6 +107,101 @@ def _leaves(shape: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
             pending += [(name, getattr(shape, "member", None), item) for item in value]
         else:
             yield name, shape, value
+
+
+_FETCHED = ("TemplateURL", "StackPolicyURL", "StackPolicyDuringUpdateURL")
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
+_MAX_DEPTH = 100
+_BRACKETS = re.compile(r"[][{}]")
+_DEEP_BLOCK = re.compile(r"(?:[-?:][ \t]+){100}")
+_FEWEST_BASE64_CHARS = 8
+_MANY_BASE64_CHARS = 40
+
+
+def looks_like_base64(text: str) -> bool:
+    """Return whether a text was probably meant as base64: it is padded, holds a text of its own, or is long and as
+    mixed as bytes are."""
+    if len(text) < _FEWEST_BASE64_CHARS or len(text) % 4 or not _BASE64.fullmatch(text):
+        return False
+    try:
+        inner = base64.b64decode(text, validate=True).decode()
+    except ValueError:
+        inner = ""
+    mixed = all(any(map(kind, text)) for kind in (str.isupper, str.islower, str.isdigit))
+    return text.endswith("=") or _is_text(inner) or (len(text) >= _MANY_BASE64_CHARS and mixed)
+
+
+def _is_text(text: str) -> bool:
+    return bool(text) and all(char.isprintable() or char in "\t\n\r" for char in text)
+
+
+def _text_blobs(shape: Any, params: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Yield (what holds it, its key or place there, the name of the member) of every text where the model has bytes."""
+    pending = [("", shape, params)]
+    while pending:
+        name, shape, value = pending.pop()
+        members = getattr(shape, "members", {})
+        if isinstance(value, dict):
+            inner = [(key, str(key), members.get(key, getattr(shape, "value", None))) for key in value]
+        elif isinstance(value, list):
+            inner = [(place, name, getattr(shape, "member", None)) for place in range(len(value))]
+        else:
+            continue
+        for key, label, kind in inner:
+            if isinstance(value[key], str):
+                if kind is not None and kind.type_name == "blob":
+                    yield value, key, label
+            else:
+                pending.append((label, kind, value[key]))
+
+
+class _TextLoader(yaml.CSafeLoader):
+    """Reads YAML and leaves times as texts, which the models read themselves."""
+
+
+_TextLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.CSafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _is_deep(text: str) -> bool:
+    """Return whether YAML may nest too deeply to be read in time: its reader looks at all levels for every token."""
+    depth = deepest = 0
+    for bracket in _BRACKETS.findall(text):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest > _MAX_DEPTH or _DEEP_BLOCK.search(text) is not None
+
+
+def read_document(own: OwnOptions) -> Mapping[str, Any]:
+    """Return the parameters in the document of a command, {} where it has none. Raises RefusedRequest for what is no
+    object, and for a file outside the working folder."""
+    if not own.document_option:
+        return {}
+    text = own.document
+    in_json = own.document_option == DOCUMENTS[0]
+    if text.lower().startswith(("file:", "fileb:")):
+        name = text.partition("://")[2]
+        if not is_folder_name(name):
+            refuse("local-file", "only plain names inside the working folder can be read")
+        try:
+            with open(name, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, ValueError):
+            refuse("local-file", f"{name} cannot be read as text")
+    if not in_json and has_many_aliases(text):
+        refuse("too-many", f"a document may have {MAX_ALIASES} aliases (*name)")
+    if not in_json and _is_deep(text):
+        refuse("malformed", f"a document may have {_MAX_DEPTH} levels")
+    try:
+        found = json.loads(text) if in_json else yaml.load(text, _TextLoader)
+    except (ValueError, yaml.YAMLError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        form = "JSON" if in_json else "YAML"
+        refuse("malformed", f"{own.document_option} is an object in {form}, inline or in file://NAME")
+    return found
 
 
 _MAX_PARAM_CHARS = 65536
@@ -258,6 +365,9 @@ class WarmCli:
         self.connection = PinnedConnection(self._refuse)
         self._on_refusal = on_refusal
         self._clients: dict[tuple[Any, ...], Any] = {}
+        self._document: Mapping[str, Any] = {}
+        self._blobs = ""
+        self._loosened: list[Any] = []
         self._undo = UndoLog()
         self._log = RequestLog()
         _restrict_param_files(self._refuse)
@@ -267,8 +377,11 @@ class WarmCli:
         self._session = original.session
         self._create_client = self._session.create_client
         self._session.create_client = self._cached_client  # pyright: ignore[reportAttributeAccessIssue]
+        self._session.register("provide-client-params", self._read_blobs)  # first: the log has what is sent
         self._log.attach(self._session)
         self._session.register("provide-client-params", self._bound)
+        self._session.register("before-building-argument-table-parser", self._require_nothing)
+        self._session.register("calling-command", self._fill_in)
         self._driver = _WarmDriver(self._session, self._refuse)
         self._session.unregister("building-argument-table", add_cli_input_json)
         self._session.unregister("building-argument-table", add_generate_skeleton)
@@ -296,18 +409,59 @@ class WarmCli:
         sys.stdout, sys.stderr = stdout, stderr  # type: ignore[assignment]
         self._undo.begin()
         try:
+            argv, own = read_own_options(argv)
+            self._document = read_document(own)
+            self._blobs = own.blobs
             code = self._driver.main(["--endpoint-url", ENDPOINT, *argv])
+        except RefusedRequest as refusal:
+            self._on_refusal(refusal)
+            code = 252
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 2
         finally:
             sys.stdout, sys.stderr = saved
             self._undo.undo()
+            for argument in self._loosened:
+                argument.required = True
+            self._loosened = []
+            self._document = {}
         return code or 0, self._log.entries
 
+    def _require_nothing(self, argument_table: Mapping[str, Any], **_: Any) -> None:
+        """Let a document hold what the command line would have to."""
+        if self._document:
+            self._loosened = [argument for argument in argument_table.values() if argument.required]
+            for argument in self._loosened:
+                argument.required = False
+
+    def _fill_in(self, call_parameters: dict[str, Any], **_: Any) -> None:
+        """Take from the document what the command line does not say."""
+        for name, value in self._document.items():
+            call_parameters.setdefault(name, value)
+
+    def _read_blobs(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
+        """Read texts for bytes as the command says, and refuse what looks like base64 where it says nothing: version 1
+        of the CLI takes texts for what they are, version 2 for base64."""
+        for holder, key, name in _text_blobs(model.input_shape, params):
+            if self._blobs == BASE64:
+                try:
+                    holder[key] = base64.b64decode(holder[key], validate=True)
+                except ValueError:
+                    self._refuse("malformed", f"{name} is not base64, as --cli-binary-format says")
+            elif not self._blobs and looks_like_base64(holder[key]):
+                version = f"aws-cli {awscli.__version__} takes texts for bytes literally"
+                say = f"say --cli-binary-format {BASE64} or {RAW}, or give fileb://NAME"
+                self._refuse("malformed", f"{name} looks like base64, and {version}; {say}")
+
     def _bound(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
+        """Refuse what the values of a request must not say: the policy cannot read those of a document in a file."""
         reason = too_much(model, params)
         if reason:
             self._refuse("too-many", reason)
+        if any(str(params.get(name, "")).lower().startswith(("http://", "https://")) for name in _FETCHED):
+            self._refuse("url-value", "no document is fetched from a URL here")
+        if model.service_model.service_name == "s3" and is_internal_path(f"/{params.get('CopySource', '')}"):
+            self._refuse("internal-path", "this name is not part of AWS")
 
     def _refuse(self, rule: str, message: str) -> NoReturn:
         refusal = RefusedRequest(rule, message)

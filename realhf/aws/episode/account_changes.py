@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from realhf.aws.grading.inventory import LISTINGS
-from realhf.aws.grading.tracker import Evidence, identifying, is_read
+from realhf.aws.grading.tracker import Evidence, identifying
 
 MOST_RESOURCES = 40
 """Resources that are shown of one episode; it says how many more there are."""
@@ -54,7 +54,7 @@ class AccountChanges:
     def record(self, deeds: Iterable[Evidence]) -> None:
         """Take the requests of a command."""
         for deed in deeds:
-            if deed.ok and deed.resource and not is_read(deed.operation):
+            if deed.ok and deed.resource and not deed.reads:
                 self._take(deed)
 
     def described(self, disturbed: Collection[tuple[str, str]] = ()) -> list[dict[str, Any]]:

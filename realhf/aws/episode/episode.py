@@ -41,7 +41,7 @@ from realhf.aws.grading.grader import EndStateGrader, Grader, is_graded_by_end_s
 from realhf.aws.grading.inventory import Inventory
 from realhf.aws.grading.reward import RewardMeter
 from realhf.aws.grading.snapshot import SnapshotError
-from realhf.aws.grading.tracker import Tracker, is_read
+from realhf.aws.grading.tracker import Tracker
 from realhf.aws.real_aws.walked_account import RealAccountGrader
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import fill_setup
@@ -271,7 +271,7 @@ class Episode:
         added = self._tracker.record(command, result)
         self._changes.record(added)
         for deed in added:
-            self._inventory.touch(deed.service, changed=not is_read(deed.operation))
+            self._inventory.touch(deed.service, changed=not deed.reads)
         if result.lost:
             self._inventory.forget()
         before, reward = self._meter.progress, None

@@ -255,7 +255,7 @@ def _play(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None, read:
             raise error
         outputs.append(result.stdout)
         requests = [(f"{one.service}:{one.operation}", one.params) for one in result.requests]
-        sent.append([one for one in requests if not is_read(one[0])])
+        sent.append([one for one in requests if not is_read(*one)])
         states.append(read())
     operations, arguments = (tuple(tuple(one[part] for one in deeds) for deeds in sent) for part in (0, 1))
     return Target(start, tuple(states), operations, arguments)

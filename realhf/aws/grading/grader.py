@@ -128,7 +128,7 @@ class Grader:
     def _judge_request(self, worthy: Sequence[Evidence]) -> Grade:
         """Return the grade of the requests of one command. Where the task asks for a look, one that also writes is none
         (``s3 rm --recursive`` lists what it deletes)."""
-        writes = any(not is_read(deed.operation) for deed in worthy)
+        writes = any(not deed.reads for deed in worthy)
         achieved = any(map(self.criteria.matches, worthy)) and not (is_read(self.criteria.operation) and writes)
         return Grade(float(achieved), achieved)
 
@@ -174,7 +174,7 @@ def earns_credit(deed: Evidence, criteria: Criteria) -> bool:
     """Return whether a request counts (layer 5, no verification reward): it must be accepted and able to have changed
     something, unless the task asks for a request and not for a state."""
     asks_only = not criteria.checks and not criteria.steps
-    return deed.ok and (asks_only or not is_read(deed.operation) or deed.operation in criteria.operations)
+    return deed.ok and (asks_only or not deed.reads or deed.operation in criteria.operations)
 
 
 def services_reached(services: Iterable[str], evidence: Iterable[Evidence]) -> bool:
@@ -246,7 +246,7 @@ class EndStateGrader:
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
         """Return the grade after a command that sent the requests ``added``. Raises SnapshotError when the account
         cannot be read."""
-        wrote = any(not is_read(deed.operation) for deed in added)
+        wrote = any(not deed.reads for deed in added)
         if self.grade.achieved or not (wrote or lost):
             self.lost_ground = False
             return self.grade

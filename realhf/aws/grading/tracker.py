@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jmespath
@@ -202,7 +203,16 @@ def has_effect(operation: str, wanted_operation: str) -> bool:
     return operation == wanted_operation or operation in _EFFECTS.get(wanted_operation, frozenset())
 
 
-_READ_PREFIXES = ("Get", "List", "Describe", "Head", "BatchGet", "Query", "Scan", "Search", "Lookup", "Filter")
+_READ_PREFIXES = (
+    "Get", "List", "Describe", "Head", "BatchGet", "Query", "Scan", "Search", "Lookup", "Filter", "TransactGet",
+    "AdminGet", "AdminList", "AssumeRole",
+)  # fmt: skip
+_STATEMENTS: Mapping[str, str] = {
+    "dynamodb:BatchExecuteStatement": "Statements[].Statement",
+    "dynamodb:ExecuteStatement": "[Statement]",
+    "dynamodb:ExecuteTransaction": "TransactStatements[].Statement",
+}
+"""Where (JMESPath) an operation has statements of PartiQL, which say whether it looks or writes."""
 _IDENTIFYING: Mapping[str, tuple[str, ...]] = {
     "s3": ("Bucket",),
     "dynamodb": ("TableName",),
@@ -278,6 +288,11 @@ class Evidence:
     def service(self) -> str:
         """The service of ``operation``."""
         return self.operation.partition(":")[0]
+
+    @property
+    def reads(self) -> bool:
+        """Whether the request only looks."""
+        return is_read(self.operation, self.params)
 
 
 class Tracker:
@@ -397,8 +412,12 @@ def mentions(params: Any, name: str) -> bool:
     return isinstance(params, list | tuple) and any(mentions(value, name) for value in params)
 
 
-def is_read(operation: str) -> bool:
-    """Return whether an operation only looks (layer 5, no verification reward)."""
+def is_read(operation: str, params: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Return whether an operation only looks (layer 5, no verification reward). With ``params`` a request of PartiQL
+    is judged by its statements."""
+    if operation in _STATEMENTS:
+        statements = jmespath.search(_STATEMENTS[operation], params) or [""]
+        return all(isinstance(one, str) and one.lstrip().upper().startswith("SELECT") for one in statements)
     return operation.partition(":")[2].startswith(_READ_PREFIXES)
 
 

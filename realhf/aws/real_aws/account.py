@@ -28,7 +28,7 @@ from botocore import xform_name
 from botocore.exceptions import BotoCoreError, ClientError, ParamValidationError
 
 from realhf.aws.cli.executor import TIMED_OUT, CommandResult, OutputLimits, SimulatorLost, parse_reply
-from realhf.aws.cli.policy import REGION, Verdict, check_command, refusal_text
+from realhf.aws.cli.policy import BASE64, REGION, Verdict, check_command, refusal_text
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
 from realhf.aws.cli.virtual_folder import VirtualFolder, remove_folder
 from realhf.aws.real_aws.permissions import (
@@ -100,6 +100,8 @@ class RealAwsExecutor:
         names = f"{verdict.service} {verdict.operation}"
         if not self._permissions.permits(verdict.service, verdict.operation):
             return _refused("not-permitted", f"{names} is no default read and not in the file of allowed operations")
+        if verdict.own.document_option or verdict.own.blobs == BASE64:
+            return _refused("global-option", f"option {verdict.own.words[0]} is not available on a real account")
         if any(_FILE_VALUE.search(word) for word in verdict.argv):
             return _refused("local-file", "no parameter is read from a file on a real account")
         _LOG.info("real AWS: %s", names)

@@ -21,7 +21,7 @@ from realhf.aws.grading.differences import Comparison, Goal, Target, canonical, 
 from realhf.aws.grading.grader import EndStateGrader, Grade
 from realhf.aws.grading.meanings import Member
 from realhf.aws.grading.snapshot import Key, Snapshot, SnapshotError, normal_attributes
-from realhf.aws.grading.tracker import Evidence, is_read
+from realhf.aws.grading.tracker import Evidence
 from realhf.aws.real_aws.describe_walker import ID, MAX_CALLS, Answers, Call, inner_noun, noun_of, own_names, walk
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.tasks.task import TaskError
@@ -175,7 +175,7 @@ class RealAccountGrader(EndStateGrader):
 
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
         """See ``EndStateGrader.evaluate``."""
-        self._sent += [deed for deed in added if deed.ok and not is_read(deed.operation)]
+        self._sent += [deed for deed in added if deed.ok and not deed.reads]
         return super().evaluate(added, lost=lost)
 
     def _comparison(self, goal: Goal) -> Comparison:

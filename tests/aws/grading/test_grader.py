@@ -210,10 +210,34 @@ def test_names_are_taken_out_of_arns_and_urls_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "read"), [("s3:GetObject", True), ("ecs:DescribeClusters", True), ("s3:PutObject", False)]
+    ("operation", "read"),
+    [
+        ("s3:GetObject", True),
+        ("ecs:DescribeClusters", True),
+        ("s3:PutObject", False),
+        ("dynamodb:TransactGetItems", True),
+        ("dynamodb:TransactWriteItems", False),
+        ("cognito-idp:AdminGetUser", True),
+        ("cognito-idp:AdminRemoveUserFromGroup", False),
+        ("sts:AssumeRole", True),
+        ("stepfunctions:StartExecution", False),
+        ("dynamodb:ExecuteStatement", False),
+    ],
 )
 def test_reads(operation: str, read: bool) -> None:
     assert is_read(operation) is read
+
+
+@pytest.mark.parametrize(
+    ("statements", "read"),
+    [(["SELECT * FROM t"], True), ([" select a from t", "DELETE FROM t WHERE a=1"], False), ([3], False), ([], False)],
+)
+def test_a_statement_says_whether_it_looks(statements: list, read: bool) -> None:
+    asked = [{"Statement": one} for one in statements]
+    assert is_read("dynamodb:BatchExecuteStatement", {"Statements": asked}) is read
+    assert is_read("dynamodb:ExecuteTransaction", {"TransactStatements": asked}) is read
+    if len(statements) == 1:
+        assert is_read("dynamodb:ExecuteStatement", asked[0]) is read
 
 
 def test_rollbacks_count_once_per_pair_and_not_when_wanted() -> None:
@@ -396,7 +420,7 @@ def test_an_id_that_aws_draws_and_nobody_made_is_refused_at_the_start(episode: E
     [
         ({"command_contains": "emr", "operation": "list-clusters"}, "service 'emr' is not available"),
         ({"steps": [{"operation": "put-integration"}], "services": ["apigateway"]}, "'put-integration' of apigateway"),
-        ({"steps": [{"operation": "put-record"}], "services": ["firehose", "s3"]}, "'put-record' of firehose, s3"),
+        ({"steps": [{"operation": "put-record"}], "services": ["glue", "s3"]}, "'put-record' of glue, s3"),
         ({"steps": [{"operation": "fly"}]}, "operation 'fly' is not available"),
         ({"operation": "create-table", "command_contains": "me a table"}, "several services"),
         (

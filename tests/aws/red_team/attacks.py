@@ -73,10 +73,18 @@ s3api list-buckets --output file://{secret}
 [1 region]
 --region file://{secret} s3 ls
 [2 global-option]
+ssm put-parameter --cli-inp {}
+ssm put-parameter --cli-input-jso file://{secret}
+s3 ls --cli-input-json {}
+[2 local-file]
 ssm put-parameter --cli-input-json file://{secret}
 ssm put-parameter --cli-input-json=file://{secret}
-ssm put-parameter --cli-inp {}
+ssm put-parameter --cli-input-json FILEB://{secret}
+ssm put-parameter --cli-input-json file:///proc/self/environ
+ssm put-parameter --cli-input-json file://./../x
 ssm put-parameter --cli-input-yaml file://{secret}
+--cli-input-yaml=fileb://{secret} ssm put-parameter
+s3api upload-part --bucket survivor --key k --upload-id u --part-number 1 --body {secret}
 [2 operation]
 cloudformation package --template-file {secret} --s3-bucket survivor
 cloudformation deploy --template-file {secret} --stack-name s
@@ -421,6 +429,8 @@ _VALUED = {
     "ca-bundle": "{secret}", "endpoint-url": "{url}", "cli-read-timeout": "1", "cli-connect-timeout": "1",
     "cli-binary-format": "base64", "cli-input-json": "{}", "color": "on", "profile": "p",
 }  # fmt: skip
+_CARRIED_OUT = frozenset({"cli-binary-format", "cli-input-json"})
+"""Those that are carried out when they are spelt in full."""
 _FLAGS = ("no-verify-ssl", "no-sign-request", "debug", "cli-auto-prompt", "v2-debug")
 
 
@@ -439,6 +449,7 @@ def _spelled() -> Iterator[Attack]:
         yield Attack(17, f"aws sqs create-queue --queue-name {name}", HARMLESS)
         yield Attack(17, f"aws ssm put-parameter --type String --name p --overwrite --value {name}", HARMLESS)
     stems = {(option[:length], value) for option, value in _VALUED.items() for length in _lengths(option)}
+    stems -= {(option, value) for option, value in _VALUED.items() if option in _CARRIED_OUT}
     spelled = [f"--{stem}{sign}{value}" for stem, value in sorted(stems) for sign in (" ", "=")]
     spelled += [f"--{option[:length]}" for option in _FLAGS for length in (None, -1)]
     for words in (*spelled, "--no-cli-page", "--no-cli-auto-promp"):
