@@ -67,6 +67,7 @@ setup(
         "realhf": [
             "**/*.yaml",
             "aws/playground/static/*",
+            "aws/simulator/*.json",
             "aws/training/policy/*",
             "base/look/*",
             "environments/policies/*/*",

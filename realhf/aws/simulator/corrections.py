@@ -30,6 +30,7 @@ def install() -> None:
         _match_families,
         _forward_to_one_group,
         _make_by_template_as_by_request,
+        _know_sets_by_name,
     ):
         try:
             correct()
@@ -73,6 +74,25 @@ def _answer_polls_in_time() -> None:
     sqs._HANDLERS["ReceiveMessage"] = received
 
 
+def _know_sets_by_name() -> None:
+    """Find an IP set by its name and its id together, as WAF does: MiniStack ignores the name.
+
+    https://docs.aws.amazon.com/waf/latest/APIReference/API_GetIPSet.html
+    """
+    waf = _module("waf")
+    original = waf._get_ip_set
+
+    def found(request: Mapping[str, Any]) -> Answer:
+        held = waf._ip_sets.get(request.get("Id", ""))
+        where = "global" if request.get("Scope") == "CLOUDFRONT" else "regional"
+        if held is not None and not (held["Name"] == request.get("Name") and f":{where}/" in held["ARN"]):
+            message = "AWS WAF couldn\u2019t perform the operation because your resource doesn\u2019t exist."
+            return waf._waf_err("WAFNonexistentItemException", message)
+        return original(request)
+
+    waf._get_ip_set = found
+
+
 def _know_groups_by_name() -> None:
     """Find security groups of the default VPC by their names, and revoke as AWS does: MiniStack ignores names, deletes
     nothing by them, and finds a rule only where all its ranges were named.
@@ -80,6 +100,7 @@ def _know_groups_by_name() -> None:
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeSecurityGroups.html
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DeleteSecurityGroup.html
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_RevokeSecurityGroupIngress.html
+    https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_RunInstances.html
     """
     groups = _SecurityGroups(_module("ec2"))
     handlers = groups.ec2._ACTION_MAP
@@ -89,6 +110,7 @@ def _know_groups_by_name() -> None:
     revoke_in, revoke_out = handlers["RevokeSecurityGroupIngress"], handlers["RevokeSecurityGroupEgress"]
     handlers["RevokeSecurityGroupIngress"] = groups.by_name(groups.revoked(revoke_in, "IpPermissions"))
     handlers["RevokeSecurityGroupEgress"] = groups.revoked(revoke_out, "IpPermissionsEgress")
+    handlers["RunInstances"] = groups.launched(handlers["RunInstances"])
 
 
 def _keep_groups_in_bounds() -> None:
@@ -266,6 +288,19 @@ class _SecurityGroups:
             return handler({**request, **{f"GroupId.{place}": [found] for place, found in enumerate(ids, 1)}})
 
         return describe
+
+    def launched(self, handler: Handler) -> Handler:
+        """Return the handler that starts machines, with names of their groups in the place of ids."""
+
+        def launch(request: Parameters) -> Answer:
+            names = self.ec2._parse_member_list(request, "SecurityGroup")
+            try:
+                ids = [self._id_of(name) for name in names]
+            except _NoSuchGroup as error:
+                return self._refused("InvalidGroup.NotFound", str(error))
+            return handler({**request, **{f"SecurityGroupId.{place}": [found] for place, found in enumerate(ids, 1)}})
+
+        return launch
 
     def by_name(self, handler: Handler) -> Handler:
         """Return the handler of an operation on one group, which may be named; sources of rules as well."""

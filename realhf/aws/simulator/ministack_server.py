@@ -46,6 +46,7 @@ from realhf.aws.simulator import corrections
 from realhf.aws.simulator.account_state import AccountState, Draws, ModuleSwitches
 from realhf.aws.simulator.asgi_http import AsgiApp, HttpConnection, ParsedRequests, owner_app, port_app
 from realhf.aws.simulator.ministack_process import ENVIRONMENT, OWNER, SIMULATOR_CPU_S, serve_owner
+from realhf.aws.simulator.selectors import SelectorGate, selector_table
 from realhf.env.containment import sandbox
 from realhf.env.containment.fork_server import serve_forks
 from realhf.env.containment.frames import frame, read_frame
@@ -348,7 +349,12 @@ def _readable_app(app: AsgiApp) -> AsgiApp:
 
 
 async def _serve(
-    app: AsgiApp, seed: Callable[[int], None], state: AccountState, listener: socket.socket, owner: socket.socket
+    app: AsgiApp,
+    for_agents: AsgiApp,
+    seed: Callable[[int], None],
+    state: AccountState,
+    listener: socket.socket,
+    owner: socket.socket,
 ) -> None:
     loop = asyncio.get_running_loop()
     startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -361,7 +367,7 @@ async def _serve(
     lifespan = loop.create_task(app({"type": "lifespan"}, startup.get, lifespan_send))  # type: ignore[arg-type]
     await started.wait()
     parsed, switches = ParsedRequests(), ModuleSwitches()
-    outer = port_app(app, parsed)
+    outer = port_app(for_agents, parsed)
     inner = owner_app(app, seed, switches, parsed, state)
     serve_owner(
         loop,
@@ -390,6 +396,7 @@ def main() -> None:
     gate = LambdaGate()
     gate.install()
     app, state = _readable_app(app_module.app), _account_state(draws)
+    for_agents = SelectorGate(app, selector_table())
     _keep_only_metadata(MINISTACK_SERVICES)
     _know_service_names()
     corrections.install()
@@ -422,7 +429,7 @@ def main() -> None:
         for thread in deferred:
             _start_after_fork(thread)
         with asyncio.Runner(loop_factory=_PinnedLoop) as runner:
-            runner.run(_serve(app, seed, state, listener, owner))
+            runner.run(_serve(app, for_agents, seed, state, listener, owner))
 
     serve_forks(control, {"ready": True, "isolated": isolated}, child)
     remove_folder(Path(root))  # an owner that was killed could not

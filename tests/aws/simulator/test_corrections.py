@@ -171,3 +171,20 @@ def test_a_stack_makes_what_a_request_would(aws) -> None:
     assert json.loads(told[0]) == json.loads(told[1])
     table = json.loads(aws("dynamodb describe-table --table-name t")[1])["Table"]
     assert table["ProvisionedThroughput"]["ReadCapacityUnits"] == 0
+
+
+def test_machines_are_started_in_groups_by_name(aws) -> None:
+    """Names were ignored, and the machine was in the default group."""
+    aws("ec2 create-security-group --group-name web --description web")
+    start = "ec2 run-instances --image-id ami-1 --instance-type t3.micro --security-groups"
+    machine = json.loads(aws(f"{start} web")[1])["Instances"][0]
+    assert [group["GroupName"] for group in machine["SecurityGroups"]] == ["web"]
+    assert "InvalidGroup.NotFound" in aws(f"{start} nothing")[2]
+
+
+def test_an_ip_set_is_found_by_name_and_id(aws) -> None:
+    """The name was ignored."""
+    made = "--scope REGIONAL --ip-address-version IPV4 --addresses 10.0.0.0/8"
+    found = json.loads(aws(f"wafv2 create-ip-set --name one {made}")[1])["Summary"]["Id"]
+    assert aws(f"wafv2 get-ip-set --name one --scope REGIONAL --id {found}")[0] == 0
+    assert "WAFNonexistentItemException" in aws(f"wafv2 get-ip-set --name two --scope REGIONAL --id {found}")[2]

@@ -1,0 +1,478 @@
+"""Keeps selectors that MiniStack ignores: leaves out of an answer what was not asked for, or refuses the request.
+
+A selector says which resources a read answers. One that is ignored gives an answer that holds too much, and nobody is
+told. ``selectors.json`` says for every read that agents are served which of its selectors are refused, and which
+filters of EC2 are kept here, by the place of their value; ``python -m tests.aws.validation.conformance --write``
+makes it by asking for each of them. ``NARROWINGS`` are other selectors that are kept here. Both are applied where the
+requests of agents and of tasks' command lines come in; the owner's go past them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import parse_qs
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+from realhf.aws.simulator.asgi_http import AsgiApp
+
+TABLE = Path(__file__).with_name("selectors.json")
+Rule = Literal["equal", "prefix", "path of the ARN", "not zero", "tag", "glob"]
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """Leaves out of an answer what has another value than was asked for."""
+
+    service: str
+    """The name that requests are signed for."""
+    operation: str
+    member: str
+    """Name of the selector in botocore's model and on the wire."""
+    items: tuple[str, ...]
+    """Where the resources are in the answer: names of lists, one in the other."""
+    place: str
+    """Where a resource has the value, names joined by dots."""
+    rule: Rule
+    page: str
+    """Where AWS documents it."""
+    filter: str = ""
+    """The name, where the member is a list of filters; ``tag:`` for all tags."""
+    unknown: tuple[str, str] | None = None
+    """Code and message of the error for a value that nothing has, where AWS has one."""
+
+
+_BY_TAGS: tuple[tuple[str, str, Rule], ...] = (
+    ("tag-key", "Tags.Key", "equal"),
+    ("tag-value", "Tags.Value", "equal"),
+    ("tag:", "Tags", "tag"),
+)
+_REFERENCE = "https://docs.aws.amazon.com"
+_IAM = f"{_REFERENCE}/IAM/latest/APIReference/API_"
+_SCALING = f"{_REFERENCE}/autoscaling/ec2/APIReference/API_"
+NARROWINGS = (
+    Narrowing(
+        "monitoring", "DescribeAlarms", "ActionPrefix", ("MetricAlarms",), "AlarmActions", "prefix",
+        f"{_REFERENCE}/AmazonCloudWatch/latest/APIReference/API_DescribeAlarms.html",
+    ),
+    *(
+        Narrowing(
+            "iam", operation, "PathPrefix", ("AttachedPolicies",), "PolicyArn", "path of the ARN",
+            f"{_IAM}{operation}.html",
+        )
+        for operation in ("ListAttachedRolePolicies", "ListAttachedUserPolicies", "ListAttachedGroupPolicies")
+    ),
+    Narrowing(
+        "iam", "ListPolicies", "OnlyAttached", ("Policies",), "AttachmentCount", "not zero",
+        f"{_IAM}ListPolicies.html",
+    ),
+    Narrowing(
+        "autoscaling", "DescribePolicies", "PolicyNames", ("ScalingPolicies",), "PolicyName", "equal",
+        f"{_SCALING}DescribePolicies.html",
+    ),
+    Narrowing(
+        "autoscaling", "DescribePolicies", "PolicyTypes", ("ScalingPolicies",), "PolicyType", "equal",
+        f"{_SCALING}DescribePolicies.html",
+    ),
+    *(
+        Narrowing(
+            "autoscaling", "DescribeAutoScalingGroups", "Filters", ("AutoScalingGroups",), place, rule,
+            f"{_SCALING}DescribeAutoScalingGroups.html", name,
+        )
+        for name, place, rule in _BY_TAGS
+    ),
+    *(
+        Narrowing(
+            "ec2", "DescribeAvailabilityZones", member, ("availabilityZoneInfo",), place, "equal",
+            f"{_REFERENCE}/AWSEC2/latest/APIReference/API_DescribeAvailabilityZones.html",
+            unknown=("InvalidParameterValue", "Invalid availability zone: [{}]"),
+        )
+        for member, place in (("ZoneName", "zoneName"), ("ZoneId", "zoneId"))
+    ),
+    Narrowing(
+        "ec2", "DescribeAddresses", "PublicIp", ("addressesSet",), "publicIp", "equal",
+        f"{_REFERENCE}/AWSEC2/latest/APIReference/API_DescribeAddresses.html",
+        unknown=("InvalidAddress.NotFound", "Address '{}' not found."),
+    ),
+    Narrowing(
+        "ec2", "DescribeKeyPairs", "KeyPairId", ("keySet",), "keyPairId", "equal",
+        f"{_REFERENCE}/AWSEC2/latest/APIReference/API_DescribeKeyPairs.html",
+        unknown=("InvalidKeyPair.NotFound", "The key pair ID '{}' does not exist"),
+    ),
+    Narrowing(
+        "lambda", "ListAliases", "FunctionVersion", ("Aliases",), "FunctionVersion", "equal",
+        f"{_REFERENCE}/lambda/latest/api/API_ListAliases.html",
+    ),
+    Narrowing(
+        "logs", "DescribeLogGroups", "logGroupClass", ("logGroups",), "logGroupClass", "equal",
+        f"{_REFERENCE}/AmazonCloudWatchLogs/latest/APIReference/API_DescribeLogGroups.html",
+    ),
+    Narrowing(
+        "logs", "DescribeMetricFilters", "filterNamePrefix", ("metricFilters",), "filterName", "prefix",
+        f"{_REFERENCE}/AmazonCloudWatchLogs/latest/APIReference/API_DescribeMetricFilters.html",
+    ),
+    Narrowing(
+        "logs", "FilterLogEvents", "logStreamNamePrefix", ("events",), "logStreamName", "prefix",
+        f"{_REFERENCE}/AmazonCloudWatchLogs/latest/APIReference/API_FilterLogEvents.html",
+    ),
+    Narrowing(
+        "batch", "DescribeJobDefinitions", "status", ("jobDefinitions",), "status", "equal",
+        f"{_REFERENCE}/batch/latest/APIReference/API_DescribeJobDefinitions.html",
+    ),
+    Narrowing(
+        "dynamodb", "ListBackups", "BackupType", ("BackupSummaries",), "BackupType", "equal",
+        f"{_REFERENCE}/amazondynamodb/latest/APIReference/API_ListBackups.html",
+    ),
+    Narrowing(
+        "ssm", "GetParametersByPath", "ParameterFilters", ("Parameters",), "Type", "equal",
+        f"{_REFERENCE}/systems-manager/latest/APIReference/API_GetParametersByPath.html", "Type",
+    ),
+    Narrowing(
+        "apigateway", "GetStages", "deploymentId", ("item",), "deploymentId", "equal",
+        f"{_REFERENCE}/apigateway/latest/api/API_GetStages.html",
+    ),
+)  # fmt: skip
+"""Selectors that are kept here, beside the filters of EC2."""
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+_SIGNED_FOR = re.compile(rb"Credential=[^/]*/\d+/[^/]+/([\w-]+)/aws4_request")
+_EC2_PAGE = f"{_REFERENCE}/AWSEC2/latest/APIReference/"
+_UNSUPPORTED = {"query": "InvalidParameterValue", "ec2": "InvalidParameterValue", "rest-xml": "InvalidArgument"}
+"""For each protocol the code of the error for what is refused, where it is not ``_INVALID``."""
+_INVALID = "ValidationException"
+
+
+def selector_table() -> dict[str, Any]:
+    """Return the table of the file: by the name that a request is signed for ``protocol`` and ``operations``, each with
+    ``at`` (method and path, for protocols that name an operation so), ``items`` (of EC2) and ``members``: ``place``,
+    ``name`` on the wire and ``option`` of the CLI of what is refused, the values ``accepted`` nevertheless because they
+    mean the same as none, and for filters ``kept``, those that MiniStack keeps, and ``narrowed``, place by name."""
+    return json.loads(TABLE.read_text())
+
+
+class SelectorGate:
+    """Stands before MiniStack for agents."""
+
+    def __init__(self, app: AsgiApp, table: Mapping[str, Any]) -> None:
+        self._app = app
+        self._services = {service.encode(): _Service(service, entry) for service, entry in table.items()}
+
+    async def __call__(self, scope: dict[str, Any], receive: Receive, send: Any) -> None:
+        """Answer a request by an error, or hand it on as it came and leave out of the answer what was not asked for."""
+        headers = dict(scope.get("headers", ()))
+        signed = _SIGNED_FOR.search(headers.get(b"authorization", b""))
+        service = self._services.get(signed[1]) if signed else None
+        if service is None:
+            await self._app(scope, receive, send)
+            return
+        messages = [await receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await receive())
+        waiting = iter(messages)
+
+        async def replay() -> dict[str, Any]:
+            message = next(waiting, None)
+            return await receive() if message is None else message
+
+        found = service.read(scope, headers, b"".join(message.get("body", b"") for message in messages))
+        if found is None:
+            await self._app(scope, replay, send)
+            return
+        operation, request = found
+        refused = operation.refused(request)
+        if refused:
+            await _answer(send, *service.error(service.unsupported, f"{refused} is not supported by this simulator"))
+            return
+        asked = operation.narrowings(request)
+        await self._app(scope, replay, _Narrowed(send, service, asked).take if asked else send)
+
+
+Request = Mapping[str, Mapping[str, Any]]
+"""By place (form, body, query, header) what a request carries."""
+Asked = tuple[Narrowing, str, list[str]]
+"""A narrowing with the name of the filter as it was asked for and the values."""
+
+
+class _Service:
+    """Knows what of one service is kept here and what is refused."""
+
+    def __init__(self, name: str, entry: Mapping[str, Any]) -> None:
+        self.protocol: str = entry["protocol"]
+        self.unsupported = _UNSUPPORTED.get(self.protocol, _INVALID)
+        self._operations = {
+            operation: _Operation(name, operation, description)
+            for operation, description in entry["operations"].items()
+        }
+        self._paths = [
+            (description["at"][0], _path_pattern(description["at"][1]), self._operations[operation])
+            for operation, description in entry["operations"].items()
+            if "at" in description
+        ]
+
+    def read(
+        self, scope: Mapping[str, Any], headers: Mapping[bytes, bytes], body: bytes
+    ) -> tuple[_Operation, Request] | None:
+        """Return the operation of a request and what it carries; None for one that the table does not have."""
+        if self.protocol in ("query", "ec2"):
+            form = parse_qs(body.decode("utf-8", "replace"))
+            operation = self._operations.get(form.get("Action", [""])[0])
+            return operation and (operation, {"form": form})
+        if self.protocol == "json":
+            operation = self._operations.get(headers.get(b"x-amz-target", b"").decode("latin-1").rpartition(".")[2])
+            return operation and (operation, {"body": _object(body)})
+        for method, pattern, operation in self._paths:
+            if scope["method"] == method and pattern.fullmatch(scope["path"]):
+                query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+                names = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
+                return operation, {"query": query, "header": names, "body": _object(body)}
+        return None
+
+    def error(self, code: str, message: str) -> tuple[int, bytes, bytes]:
+        """Return status, type of content and body of an error in AWS's form."""
+        if self.protocol in ("json", "rest-json"):
+            return 400, b"application/json", json.dumps({"__type": code, "code": code, "message": message}).encode()
+        error = f"<Error><Type>Sender</Type><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
+        outer = (
+            "<Response><Errors>{}</Errors></Response>"
+            if self.protocol == "ec2"
+            else "<ErrorResponse>{}</ErrorResponse>"
+        )
+        return 400, b"text/xml", outer.format(error).encode()
+
+
+class _Operation:
+    """Knows the selectors of one read."""
+
+    def __init__(self, service: str, name: str, description: Mapping[str, Any]) -> None:
+        self._members: Sequence[Mapping[str, Any]] = description["members"]
+        self._narrowings = [each for each in NARROWINGS if (each.service, each.operation) == (service, name)]
+        items = tuple(description.get("items", ()))
+        for member in self._members:
+            for filter_name, place in member.get("narrowed", {}).items():
+                rule: Rule = "tag" if filter_name == "tag:" else "glob"
+                self._narrowings.append(
+                    Narrowing(service, name, member["name"], items, place, rule, _EC2_PAGE, filter_name)
+                )
+
+    def refused(self, request: Request) -> str:
+        """Return what of a request is refused, as the CLI calls it; "" for nothing."""
+        for member in self._members:
+            carried = request.get(member["place"], {})
+            if "kept" in member:
+                known = {*member["kept"], *member.get("narrowed", ())}
+                known |= {each.filter for each in self._narrowings if each.filter and each.member == member["name"]}
+                for name, _ in _filters(member["name"], carried):
+                    if name not in known and not (name.startswith("tag:") and "tag:" in known):
+                        return f"the filter {name!r} of {member['option']}"
+            elif set(_values(member["name"], carried)) - set(member.get("accepted", ())):
+                return member["option"]
+        return ""
+
+    def narrowings(self, request: Request) -> list[Asked]:
+        """Return what must be left out of the answer."""
+        asked: list[Asked] = []
+        for each in self._narrowings:
+            for carried in request.values():
+                if not each.filter:
+                    values = _values(each.member, carried)
+                    asked += [(each, "", values)] if values else []
+                    continue
+                asked += [
+                    (each, name, values)
+                    for name, values in _filters(each.member, carried)
+                    if name == each.filter or (each.filter == "tag:" and name.startswith("tag:"))
+                ]
+        return asked
+
+
+def _path_pattern(template: str) -> re.Pattern[str]:
+    parts = re.split(r"\{\w+(\+?)\}", template.partition("?")[0])
+    pattern = "".join(
+        re.escape(part) if place % 2 == 0 else ".+" if part else "[^/]+" for place, part in enumerate(parts)
+    )
+    return re.compile(pattern.rstrip("/") + "/?")
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _values(name: str, carried: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a member, from a form, a query, a header or JSON. A flag that is false asks for nothing."""
+    held = carried.get(name)
+    listed = held if isinstance(held, list) else [] if held is None else [held]
+    numbered = re.compile(rf"{re.escape(name)}\.(?:\w+\.)*\d+(?:\..*)?")
+    found = [value for key, values in carried.items() if numbered.fullmatch(key) for value in values]
+    texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in [*listed, *found]]
+    return [text for text in texts if text != "false"]
+
+
+def _filters(name: str, carried: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield names and values of the filters that a request carries, from a form or from JSON."""
+    listed = carried.get(name)
+    if isinstance(listed, list) and all(isinstance(item, dict) for item in listed):
+        for item in listed:
+            values = item.get("Values", item.get("value", []))
+            yield (
+                str(item.get("Name") or item.get("Key") or item.get("key")),
+                [str(value) for value in (values if isinstance(values, list) else [values])],
+            )
+        return
+    named = re.compile(rf"({re.escape(name)}\.(?:\w+\.)*?\d+)\.(?:Name|Key)")
+    for key, values in carried.items():
+        match = named.fullmatch(key)
+        if match:
+            held = re.compile(rf"{re.escape(match[1])}\.Values?\.(?:\w+\.)?\d+")
+            yield values[0], [value for other, texts in carried.items() if held.fullmatch(other) for value in texts]
+
+
+class _Narrowed:
+    """Takes an answer and sends it on with what was asked for alone."""
+
+    def __init__(self, send: Any, service: _Service, asked: list[Asked]) -> None:
+        self._send = send
+        self._service = service
+        self._asked = asked
+        self._start: dict[str, Any] = {}
+        self._body = bytearray()
+
+    async def take(self, message: dict[str, Any]) -> None:
+        """Take a message of ASGI."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            return
+        self._body.extend(message.get("body", b""))
+        if message.get("more_body"):
+            return
+        body = bytes(self._body)
+        if self._start["status"] == 200:
+            held = _JsonAnswer(body) if self._service.protocol in ("json", "rest-json") else _XmlAnswer(body)
+            for narrowing, name, values in self._asked:
+                missing = held.narrow(narrowing, name, values)
+                if missing and narrowing.unknown:
+                    code, text = narrowing.unknown
+                    await _answer(self._send, *self._service.error(code, text.format(missing[0])))
+                    return
+            body = held.to_bytes()
+        headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
+        await self._send({**self._start, "headers": headers})
+        await self._send({**message, "body": body})
+
+
+class _JsonAnswer:
+    """Is an answer of the protocols that speak JSON."""
+
+    def __init__(self, body: bytes) -> None:
+        self._held = _object(body)
+
+    def narrow(self, narrowing: Narrowing, name: str, values: list[str]) -> list[str]:
+        """Leave out what has none of the values; returns the values that nothing has."""
+        (items,) = narrowing.items
+        listed = self._held.get(items) or []
+        kept = [item for item in listed if _keeps(narrowing, name, values, item)]
+        self._held[items] = kept
+        return [value for value in values if not any(_keeps(narrowing, name, [value], item) for item in kept)]
+
+    def to_bytes(self) -> bytes:
+        """Return the answer."""
+        return json.dumps(self._held).encode()
+
+
+class _XmlAnswer:
+    """Is an answer of the protocols that speak XML."""
+
+    def __init__(self, body: bytes) -> None:
+        self._root = ElementTree.fromstring(body)
+        space = re.match(r"\{(.*)\}", self._root.tag)
+        if space:
+            ElementTree.register_namespace("", space[1])
+
+    def narrow(self, narrowing: Narrowing, name: str, values: list[str]) -> list[str]:
+        """Leave out what has none of the values; returns the values that nothing has."""
+        missing = set(values)
+        for outer in [element for element in self._root.iter() if _local(element) == narrowing.items[0]]:
+            for listed in [outer] if len(narrowing.items) == 1 else [*outer]:
+                for item in self._lists(listed, narrowing.items[1:]):
+                    for element in [*item]:
+                        held = _plain(element)
+                        missing -= {value for value in missing if _keeps(narrowing, name, [value], held)}
+                        if not _keeps(narrowing, name, values, held):
+                            item.remove(element)
+                if len(narrowing.items) > 1 and not any(len(item) for item in self._lists(listed, narrowing.items[1:])):
+                    outer.remove(listed)
+        return [value for value in values if value in missing]
+
+    @staticmethod
+    def _lists(element: ElementTree.Element, names: Sequence[str]) -> list[ElementTree.Element]:
+        return [child for child in element if _local(child) == names[0]] if names else [element]
+
+    def to_bytes(self) -> bytes:
+        """Return the answer."""
+        return ElementTree.tostring(self._root, encoding="utf-8", xml_declaration=True)
+
+
+def _local(element: ElementTree.Element) -> str:
+    return element.tag.rpartition("}")[2]
+
+
+def _plain(element: ElementTree.Element) -> Any:
+    """Return an element as maps, lists and texts."""
+    children = [*element]
+    if not children:
+        return element.text or ""
+    if all(_local(child) in ("item", "member") for child in children):
+        return [_plain(child) for child in children]
+    return {_local(child): _plain(child) for child in children}
+
+
+def _keeps(narrowing: Narrowing, name: str, values: list[str], item: Any) -> bool:
+    """Return whether an item has one of the values."""
+    if narrowing.rule == "tag":
+        tag = name.removeprefix("tag:")
+        tags = list(_at(item, narrowing.place.split(".")))
+        pairs = [{key.lower(): text for key, text in each.items()} for each in tags if isinstance(each, dict)]
+        held = [pair.get("value", "") for pair in pairs if pair.get("key") == tag]
+    else:
+        held = [str(text) for text in _at(item, narrowing.place.split("."))]
+    match narrowing.rule:
+        case "prefix":
+            return any(text.startswith(value) for text in held for value in values)
+        case "path of the ARN":
+            paths = ["/" + text.partition(":policy/")[2].rpartition("/")[0] + "/" for text in held]
+            return any(path.replace("//", "/").startswith(value) for path in paths for value in values)
+        case "not zero":
+            return any(text not in ("", "0") for text in held)
+        case "equal":
+            return any(text in values for text in held)
+        case _:
+            return any(fnmatch.fnmatchcase(text, _pattern(value)) for text in held for value in values)
+
+
+def _pattern(value: str) -> str:
+    return value.replace("[", "[[]")  # EC2 knows * and ? alone
+
+
+def _at(held: Any, names: Sequence[str]) -> Iterator[Any]:
+    """Yield what is at a place, in each element of the lists on the way."""
+    if isinstance(held, list):
+        for each in held:
+            yield from _at(each, names)
+    elif not names:
+        yield held
+    elif isinstance(held, dict) and names[0] in held:
+        yield from _at(held[names[0]], names[1:])
+
+
+async def _answer(send: Any, status: int, kind: bytes, body: bytes) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+    await send({"type": "http.response.body", "body": body})
