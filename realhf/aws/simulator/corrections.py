@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 LONGEST_POLL_S = 1.0
@@ -31,6 +31,7 @@ def install() -> None:
         _forward_to_one_group,
         _make_by_template_as_by_request,
         _know_sets_by_name,
+        _refuse_what_names_nothing,
     ):
         try:
             correct()
@@ -107,9 +108,9 @@ def _know_groups_by_name() -> None:
     handlers["DescribeSecurityGroups"] = groups.described(handlers["DescribeSecurityGroups"])
     for action in ("DeleteSecurityGroup", "AuthorizeSecurityGroupIngress"):
         handlers[action] = groups.by_name(handlers[action])
-    revoke_in, revoke_out = handlers["RevokeSecurityGroupIngress"], handlers["RevokeSecurityGroupEgress"]
-    handlers["RevokeSecurityGroupIngress"] = groups.by_name(groups.revoked(revoke_in, "IpPermissions"))
-    handlers["RevokeSecurityGroupEgress"] = groups.revoked(revoke_out, "IpPermissionsEgress")
+    revoked = groups.revoked(handlers["RevokeSecurityGroupIngress"], "IpPermissions")
+    handlers["RevokeSecurityGroupIngress"] = groups.by_name(revoked)
+    handlers["RevokeSecurityGroupEgress"] = groups.revoked(handlers["RevokeSecurityGroupEgress"], "IpPermissionsEgress")
     handlers["RunInstances"] = groups.launched(handlers["RunInstances"])
 
 
@@ -306,7 +307,8 @@ class _SecurityGroups:
         """Return the handler of an operation on one group, which may be named; sources of rules as well."""
 
         def handle(request: Parameters) -> Answer:
-            group_id, name = self.ec2._p(request, "GroupId"), self.ec2._p(request, "GroupName")
+            group_id = self.ec2._p(request, "GroupId")
+            name = self.ec2._p(request, "GroupName")
             if not group_id and not name:
                 return self._refused("MissingParameter", "The request must contain the parameter groupName or groupId")
             try:
@@ -335,7 +337,8 @@ class _SecurityGroups:
         revoked; in the default VPC it is listed and no error, as AWS documents it."""
 
         def revoke(request: Parameters) -> Answer:
-            ec2, group_id = self.ec2, self.ec2._p(request, "GroupId")
+            ec2 = self.ec2
+            group_id = ec2._p(request, "GroupId")
             group = ec2._security_groups.get(group_id)
             if group is None or ec2._parse_member_list(request, "SecurityGroupRuleId"):
                 return handler(request)
@@ -353,8 +356,10 @@ class _SecurityGroups:
         return revoke
 
     def _take_out(self, group: dict[str, Any], kept_in: str, asked: set[Part], unknown: list[Part]) -> Answer:
-        ec2, is_egress = self.ec2, kept_in == "IpPermissionsEgress"
-        left, items = [], ""
+        ec2 = self.ec2
+        is_egress = kept_in == "IpPermissionsEgress"
+        left = []
+        items = ""
         for rule in group[kept_in]:
             gone, kept = _divided(rule, asked)
             rule_id = ec2._sg_rule_id(group["GroupId"], is_egress, rule)
@@ -375,6 +380,213 @@ class _SecurityGroups:
         )
 
 
+Check = Callable[..., Answer | None]
+"""Takes what the handler takes and returns the error, None for a request that may be handled."""
+
+
+def _before(handlers: dict[str, Any], operation: str, check: Check) -> None:
+    original = handlers[operation]
+    handlers[operation] = lambda *request: check(*request) or original(*request)
+
+
+def _refuse_what_names_nothing() -> None:
+    """Refuse a request that refers to what is not there, where the texts of tasks rest on it: MiniStack makes the rest
+    without it. What a role, an image or a target must be is not checked; environment.md lists it.
+
+    https://docs.aws.amazon.com/awscloudtrail/latest/APIReference/API_CreateTrail.html
+    https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_CreateAutoScalingGroup.html
+    https://docs.aws.amazon.com/AmazonElastiCache/latest/APIReference/API_CreateCacheCluster.html
+    https://docs.aws.amazon.com/AmazonECS/latest/APIReference/API_CreateService.html
+    https://docs.aws.amazon.com/AmazonRDS/latest/APIReference/API_CreateDBInstance.html
+    https://docs.aws.amazon.com/IAM/latest/APIReference/API_AttachRolePolicy.html
+    https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html
+    https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_CreateTargetGroup.html
+    https://docs.aws.amazon.com/lambda/latest/api/API_CreateAlias.html
+    https://docs.aws.amazon.com/athena/latest/APIReference/API_CreateNamedQuery.html
+    """
+    trails = _module("cloudtrail")
+    for operation in ("CreateTrail", "UpdateTrail"):
+        _before(trails._DISPATCH, operation, _bucket_of_trail)
+    scaling = _module("autoscaling")
+    _before(scaling._ACTION_MAP, "CreateAutoScalingGroup", _source_of_machines)
+    _before(scaling._ACTION_MAP, "UpdateAutoScalingGroup", _source_of_machines)
+    _before(scaling._ACTION_MAP, "PutScalingPolicy", _group_of_policy)
+    _before(vars(_module("elasticache")), "_create_cache_cluster", _groups_of_cache)
+    _before(_module("ecs")._ACTION_MAP, "CreateService", _parts_of_service)
+    _before(_module("rds")._ACTION_MAP, "CreateDBInstance", _subnets_of_database)
+    for principal in ("Role", "User", "Group"):
+        _before(_module("iam")._IAM_HANDLERS, f"Attach{principal}Policy", _attached_policy)
+    machines = _module("ec2")._ACTION_MAP
+    for operation in ("CreateSubnet", "CreateSecurityGroup", "CreateRouteTable", "AttachInternetGateway"):
+        _before(machines, operation, _network_of)
+    _before(machines, "RunInstances", _parts_of_machine)
+    balancers = _module("alb")._ACTION_MAP
+    _before(balancers, "CreateLoadBalancer", _subnets_of_balancer)
+    _before(balancers, "CreateTargetGroup", _network_of_targets)
+    _before(vars(_module("lambda_svc")), "_create_alias", _version_of_alias)
+    _before(vars(_module("lambda_svc")), "_create_esm", _queue_of_mapping)
+    _before(vars(_module("athena")), "_create_named_query", _work_group_of_query)
+
+
+def _json_error(code: str, message: str, status: int = 400) -> Answer:
+    return importlib.import_module("ministack.core.responses").error_response_json(code, message, status)
+
+
+def _bucket_of_trail(request: Mapping[str, Any]) -> Answer | None:
+    bucket = request.get("S3BucketName")
+    if not bucket or bucket in _module("s3")._buckets:
+        return None
+    return _module("cloudtrail")._err("S3BucketDoesNotExistException", f"S3 bucket {bucket} does not exist!")
+
+
+def _source_of_machines(request: Parameters) -> Answer | None:
+    scaling = _module("autoscaling")
+    templates = _module("ec2")._launch_templates
+    configuration = scaling._p(request, "LaunchConfigurationName")
+    if configuration and configuration not in scaling._launch_configs:
+        told = f"A launch configuration with the name: {configuration} does not exist"
+        return scaling._error("ValidationError", f"Launch configuration name not found - {told}")
+    stems = ("LaunchTemplate", "MixedInstancesPolicy.LaunchTemplate.LaunchTemplateSpecification")
+    sources = [scaling._p(request, f"{stem}.LaunchTemplate{part}") for stem in stems for part in ("Name", "Id")]
+    known = {text for key, template in templates.items() for text in (key, template["LaunchTemplateName"])}
+    unknown = [text for text in sources if text and text not in known]
+    if unknown:
+        told = f"The specified launch template, {unknown[0]}, does not exist."
+        return scaling._error("ValidationError", f"You must use a valid fully-formed launch template. {told}")
+    creates = scaling._p(request, "Action") == "CreateAutoScalingGroup"
+    if creates and not (configuration or any(sources) or scaling._p(request, "InstanceId")):
+        told = "either LaunchTemplate, LaunchConfigurationName, InstanceId or MixedInstancesPolicy parameter."
+        return scaling._error("ValidationError", f"Valid requests must contain {told}")
+    return None
+
+
+def _group_of_policy(request: Parameters) -> Answer | None:
+    scaling = _module("autoscaling")
+    name = scaling._p(request, "AutoScalingGroupName")
+    return None if name in scaling._asgs else scaling._error("ValidationError", f"Group {name} not found")
+
+
+def _groups_of_cache(request: Parameters) -> Answer | None:
+    caches = _module("elasticache")
+    parameters = caches._p(request, "CacheParameterGroupName")
+    subnets = caches._p(request, "CacheSubnetGroupName")
+    if parameters and parameters not in caches._param_groups:
+        return caches._error("CacheParameterGroupNotFound", f"CacheParameterGroup {parameters} not found.", 404)
+    if subnets and subnets not in caches._subnet_groups and subnets != "default":
+        return caches._error("CacheSubnetGroupNotFoundFault", f"Cache Subnet Group {subnets} does not exist.", 400)
+    return None
+
+
+def _parts_of_service(request: Mapping[str, Any]) -> Answer | None:
+    services = _module("ecs")
+    if services._resolve_cluster_name(request.get("cluster", "default")) not in services._clusters:
+        return _json_error("ClusterNotFoundException", "Cluster not found.", 400)
+    definition = request.get("taskDefinition", "")
+    if definition and services._resolve_td_key(definition) not in services._task_defs:
+        return _json_error("ClientException", "TaskDefinition not found.", 400)
+    return None
+
+
+def _subnets_of_database(request: Parameters) -> Answer | None:
+    databases = _module("rds")
+    name = databases._p(request, "DBSubnetGroupName")
+    if not name or name in databases._subnet_groups or name == "default":
+        return None
+    return databases._error("DBSubnetGroupNotFoundFault", f"DB subnet group '{name}' does not exist.", 404)
+
+
+def _attached_policy(request: Parameters) -> Answer | None:
+    iam = _module("iam")
+    arn = iam._p(request, "PolicyArn")
+    if iam._is_aws_managed_arn(arn) or arn in iam._policies:
+        return None
+    return iam._error(404, "NoSuchEntity", f"Policy {arn} does not exist or is not attachable.", ns="iam")
+
+
+def _absent(name: str, store: Container[str], code: str, message: str) -> Answer | None:
+    """Return the error of EC2 for what ``store`` does not have; None for what it has, and for no name."""
+    ec2 = _module("ec2")
+    return None if not name or name in store else ec2._error(code, ec2._esc(message.format(name)), 400)
+
+
+def _network_of(request: Parameters) -> Answer | None:
+    ec2 = _module("ec2")
+    vpc = ec2._p(request, "VpcId")
+    return _absent(vpc, ec2._vpcs, "InvalidVpcID.NotFound", "The vpc ID '{}' does not exist")
+
+
+def _parts_of_machine(request: Parameters) -> Answer | None:
+    ec2 = _module("ec2")
+    subnet = ec2._p(request, "SubnetId")
+    key = ec2._p(request, "KeyName")
+    found = _absent(subnet, ec2._subnets, "InvalidSubnetID.NotFound", "The subnet ID '{}' does not exist")
+    found = found or _absent(key, ec2._key_pairs, "InvalidKeyPair.NotFound", "The key pair '{}' does not exist")
+    for group in ec2._parse_member_list(request, "SecurityGroupId"):
+        message = "The security group '{}' does not exist"
+        found = found or _absent(group, ec2._security_groups, "InvalidGroup.NotFound", message)
+    return found or _profile_of_machine(request) or _template_of_machine(request)
+
+
+def _profile_of_machine(request: Parameters) -> Answer | None:
+    name = _module("ec2")._p(request, "IamInstanceProfile.Name")
+    message = "Value ({}) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile name"
+    return _absent(name, _module("iam")._instance_profiles, "InvalidParameterValue", message)
+
+
+def _template_of_machine(request: Parameters) -> Answer | None:
+    ec2 = _module("ec2")
+    message = "At least one of the launch templates specified in the request does not exist."
+    name = ec2._p(request, "LaunchTemplate.LaunchTemplateName")
+    names = {template["LaunchTemplateName"] for template in ec2._launch_templates.values()}
+    template_id = ec2._p(request, "LaunchTemplate.LaunchTemplateId")
+    unnamed = _absent(name, names, "InvalidLaunchTemplateName.NotFoundException", message)
+    return unnamed or _absent(template_id, ec2._launch_templates, "InvalidLaunchTemplateId.NotFound", message)
+
+
+def _subnets_of_balancer(request: Parameters) -> Answer | None:
+    balancers = _module("alb")
+    subnets = _module("ec2")._subnets
+    for key, values in request.items():
+        if key.startswith("Subnets.member.") and values[0] not in subnets:
+            return balancers._error("SubnetNotFound", f"The subnet ID '{values[0]}' does not exist")
+    return None
+
+
+def _network_of_targets(request: Parameters) -> Answer | None:
+    balancers = _module("alb")
+    vpc = balancers._p(request, "VpcId")
+    if not vpc or vpc in _module("ec2")._vpcs:
+        return None
+    return balancers._error("ValidationError", f"The VPC ID '{vpc}' is not found")
+
+
+def _version_of_alias(function: str, request: Mapping[str, Any]) -> Answer | None:
+    functions = _module("lambda_svc")
+    held = functions._functions.get(function)
+    version = str(request.get("FunctionVersion", ""))
+    if held is None or version == "$LATEST" or version in held["versions"]:
+        return None
+    told = f"Function not found: {functions._func_arn(function)}:{version}"
+    return _json_error("ResourceNotFoundException", told, 404)
+
+
+def _queue_of_mapping(request: Mapping[str, Any]) -> Answer | None:
+    source = request.get("EventSourceArn", "")
+    if not source.startswith("arn:aws:sqs:") or _module("sqs")._queue_by_arn(source) is not None:
+        return None
+    told = "AWS.SimpleQueueService.NonExistentQueue. SQS Error Message: The specified queue does not exist."
+    message = f"Error occurred while ReceiveMessage. SQS Error Code: {told}"
+    return _json_error("InvalidParameterValueException", message, 400)
+
+
+def _work_group_of_query(request: Mapping[str, Any]) -> Answer | None:
+    athena = _module("athena")
+    name = request.get("WorkGroup") or "primary"
+    if name in athena._workgroups:
+        return None
+    return _json_error("InvalidRequestException", f"WorkGroup {name} is not found.", 400)
+
+
 Part = tuple[str, Any, Any, str, str]
 """One rule as AWS counts them: protocol, first and last port, kind of source, source."""
 
@@ -392,7 +604,9 @@ def _divided(rule: dict[str, Any], asked: set[Part]) -> tuple[dict[str, Any] | N
     parts = list(_parts(rule))
     if not asked.intersection(parts):
         return None, rule
-    gone, kept, found = {**rule}, {**rule}, iter(parts)
+    gone = {**rule}
+    kept = {**rule}
+    found = iter(parts)
     for kind in _SOURCES:
         sources = [(source, next(found) in asked) for source in rule.get(kind, ())]
         gone[kind] = [source for source, taken in sources if taken]

@@ -188,3 +188,64 @@ def test_an_ip_set_is_found_by_name_and_id(aws) -> None:
     found = json.loads(aws(f"wafv2 create-ip-set --name one {made}")[1])["Summary"]["Id"]
     assert aws(f"wafv2 get-ip-set --name one --scope REGIONAL --id {found}")[0] == 0
     assert "WAFNonexistentItemException" in aws(f"wafv2 get-ip-set --name two --scope REGIONAL --id {found}")[2]
+
+
+_DATABASE = (
+    "rds create-db-instance --db-instance-identifier d --db-instance-class db.t3.micro --engine postgres "
+    "--master-username u --master-user-password password1 --allocated-storage 20"
+)
+_CACHE = "elasticache create-cache-cluster --cache-cluster-id c --engine redis --cache-node-type cache.t3.micro"
+_SCALING = "autoscaling create-auto-scaling-group --auto-scaling-group-name g --min-size 0 --max-size 2"
+_MACHINE = "ec2 run-instances --image-id ami-1 --instance-type t3.micro"
+_VPC = "vpc-00000000000000000"
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("cloudtrail create-trail --name trail --s3-bucket-name nothing", "S3BucketDoesNotExistException"),
+        (f"{_SCALING} --availability-zones us-east-1a --launch-configuration-name nothing", "ValidationError"),
+        (f"{_SCALING} --availability-zones us-east-1a --launch-template LaunchTemplateName=nothing", "ValidationError"),
+        (f"{_SCALING} --availability-zones us-east-1a", "ValidationError"),
+        (
+            "autoscaling put-scaling-policy --auto-scaling-group-name nothing --policy-name p --scaling-adjustment 1 "
+            "--adjustment-type ChangeInCapacity",
+            "ValidationError",
+        ),
+        (f"{_CACHE} --num-cache-nodes 1 --cache-parameter-group-name nothing", "CacheParameterGroupNotFound"),
+        (f"{_CACHE} --num-cache-nodes 1 --cache-subnet-group-name nothing", "CacheSubnetGroupNotFoundFault"),
+        ("ecs create-service --cluster nothing --service-name s --task-definition t", "ClusterNotFoundException"),
+        ("ecs create-service --cluster there --service-name s --task-definition nothing", "ClientException"),
+        (f"{_DATABASE} --db-subnet-group-name nothing", "DBSubnetGroupNotFoundFault"),
+        ("iam attach-user-policy --user-name u --policy-arn arn:aws:iam::000000000000:policy/nothing", "NoSuchEntity"),
+        (f"ec2 create-subnet --vpc-id {_VPC} --cidr-block 10.0.0.0/24", "InvalidVpcID.NotFound"),
+        (f"ec2 create-security-group --group-name g --description g --vpc-id {_VPC}", "InvalidVpcID.NotFound"),
+        (f"ec2 create-route-table --vpc-id {_VPC}", "InvalidVpcID.NotFound"),
+        (f"{_MACHINE} --subnet-id subnet-00000000000000000", "InvalidSubnetID.NotFound"),
+        (f"{_MACHINE} --key-name nothing", "InvalidKeyPair.NotFound"),
+        (f"{_MACHINE} --security-group-ids sg-00000000000000000", "InvalidGroup.NotFound"),
+        (f"{_MACHINE} --iam-instance-profile Name=nothing", "InvalidParameterValue"),
+        (f"{_MACHINE} --launch-template LaunchTemplateName=nothing", "InvalidLaunchTemplateName.NotFoundException"),
+        ("elbv2 create-load-balancer --name b --subnets subnet-0", "SubnetNotFound"),
+        (f"elbv2 create-target-group --name t --protocol HTTP --port 80 --vpc-id {_VPC}", "ValidationError"),
+        ("lambda create-alias --function-name f --name live --function-version 9", "ResourceNotFoundException"),
+        (
+            "lambda create-event-source-mapping --function-name f "
+            "--event-source-arn arn:aws:sqs:us-east-1:000000000000:nothing",
+            "InvalidParameterValueException",
+        ),
+        (
+            "athena create-named-query --name n --database d --query-string 'SELECT 1' --work-group nothing",
+            "InvalidRequestException",
+        ),
+    ],
+)
+def test_what_refers_to_nothing_is_refused(aws, line: str, code: str) -> None:
+    """It succeeded, without the step that it needs."""
+    aws("ecs create-cluster --cluster-name there")
+    aws("iam create-user --user-name u")
+    image = "ImageUri=000000000000.dkr.ecr.us-east-1.amazonaws.com/f:latest"
+    role = "arn:aws:iam::000000000000:role/r"
+    aws(f"lambda create-function --function-name f --package-type Image --code {image} --role {role}")
+    exit_code, _, error = aws(line)
+    assert exit_code != 0 and f"({code})" in error
