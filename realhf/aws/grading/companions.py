@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -44,6 +44,7 @@ class Wiring:
     """``from`` of the file: service and kind of the record."""
     source: str = ""
     role: bool = False
+    trust: bool = False
     principal: str = ""
     actions: tuple[str, ...] = ()
     resources: tuple[str, ...] = ()
@@ -82,7 +83,7 @@ def companions_of(target: Resources, wanted: Rights, renamed: Callable[[str], st
     number = 0
     for row in wirings():
         for key, attributes in target.items():
-            if key[:2] != row.kind:
+            if key[:2] != row.kind or row.trust:
                 continue
             for words in _pairs(row, key, attributes, target):
                 number += 1
@@ -100,6 +101,50 @@ def companions_of(target: Resources, wanted: Rights, renamed: Callable[[str], st
                         "AttachedPolicies": [*given.get("AttachedPolicies", ()), *row.managed],
                     }
     return Companions(read_rights(held, renamed) if number else wanted, roles, frozenset(policies))
+
+
+def narrowed_trusts(target: Resources) -> dict[Key, list[dict[str, Any]]]:
+    """Return, for each role that services assume for what the target wires, its trust policy limited to the sources and
+    the account, once for each way to name the sources."""
+    roles = {str(one.get("Arn", "")): key for key, one in target.items() if key[:2] == ("iam", "roles")}
+    wires: dict[Key, list[tuple[str, list[str]]]] = {}
+    for row in wirings():
+        for key, attributes in target.items():
+            if key[:2] != row.kind or not row.trust:
+                continue
+            for words in _pairs(row, key, attributes, target):
+                role, sources = roles.get(words["role"]), _sources(row, words)
+                if role and sources and isinstance(target[role].get("AssumeRolePolicyDocument"), Mapping):
+                    wires.setdefault(role, []).append((row.principal, sources))
+    return {
+        role: [
+            _narrowed(
+                target[role]["AssumeRolePolicyDocument"], [(who, ways[min(way, len(ways) - 1)]) for who, ways in its]
+            )
+            for way in range(max(len(ways) for _, ways in its))
+        ]
+        for role, its in wires.items()
+    }
+
+
+def _narrowed(policy: Mapping[str, Any], sources: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return a trust policy that lets each service in for its sources alone; what has none stays as it is."""
+    statements = []
+    for one in policy["Statement"]:
+        named = one.get("Principal")
+        services = named.get("Service", []) if isinstance(named, Mapping) and one.get("Effect") == "Allow" else []
+        limited = {service for service, _ in sources if service in services}
+        rest = [service for service in services if service not in limited]
+        others = {who: names for who, names in named.items() if who != "Service"} if limited else {}
+        others |= {"Service": rest} if rest else {}
+        if others or not limited:
+            statements.append({**one, "Principal": others} if limited else one)
+        for service, source in sources:
+            if service in limited:
+                limit = {"ArnLike": {"aws:SourceArn": [source]}, "StringEquals": {"aws:SourceAccount": [ACCOUNT_ID]}}
+                condition = _both(one.get("Condition") or {}, limit)
+                statements.append({**one, "Principal": {"Service": [service]}, "Condition": condition})
+    return {**policy, "Statement": statements}
 
 
 def _pairs(row: Wiring, key: Key, attributes: Mapping[str, Any], target: Resources) -> Iterator[dict[str, str]]:
@@ -124,9 +169,8 @@ def _document(row: Wiring, words: Mapping[str, str], target: Resources) -> dict[
     least = {"Effect": "Allow", "Action": [*row.actions], "Resource": patterns}
     if row.role:
         return {"Version": "2012-10-17", "Statement": [least]}
-    sources = [one for one in (words["source"], *(text.format(**words) for text in row.source_arn)) if one]
     least |= {"Principal": {"Service": row.principal}}
-    limits = [{"ArnLike": {"aws:SourceArn": one}} for one in sources]
+    limits = [{"ArnLike": {"aws:SourceArn": one}} for one in _sources(row, words)]
     limits.append({"StringEquals": {"aws:SourceAccount": ACCOUNT_ID}})
     return {
         "Version": "2012-10-17",
@@ -134,7 +178,11 @@ def _document(row: Wiring, words: Mapping[str, str], target: Resources) -> dict[
     }
 
 
-def _both(one: Mapping[str, Mapping[str, str]], other: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+def _sources(row: Wiring, words: Mapping[str, str]) -> list[str]:
+    return [one for one in (words["source"], *(text.format(**words) for text in row.source_arn)) if one]
+
+
+def _both(one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {name: {**one.get(name, {}), **other.get(name, {})} for name in (*one, *other)}
 
 

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any
 
-from realhf.aws.grading.companions import Companions, companions_of
+from realhf.aws.grading.companions import Companions, companions_of, narrowed_trusts
 from realhf.aws.grading.leftovers import OWN, Leaf, left_over, mentions
 from realhf.aws.grading.meanings import Member, is_setting, only_describes
 from realhf.aws.grading.policy_comparison import Gain, Policies, TooManySteps
@@ -172,6 +172,11 @@ class Goal:
             for key, path, value, _ in self.read.leaves(other, {}) - self.last:
                 if path.endswith(_POLICY):
                     self._as_good.setdefault((key, path), []).append(value)
+        made = {leaf[0] for leaf in self.last} - {leaf[0] for leaf in self.first}
+        for key, policies in narrowed_trusts(target.end.resources).items():
+            if key in made:
+                place = (key, f"AssumeRolePolicyDocument{_POLICY}")
+                self._as_good.setdefault(place, []).extend(json.dumps(_without_ids(policy)) for policy in policies)
         self.asks_nothing = {self.meant(leaf) for leaf in self.first} == self.last
 
     @cached_property

@@ -110,6 +110,11 @@ def plays(template_id: int, name: str) -> tuple[list[list[str]], list[list[str]]
             least = grant("states:StartExecution", f"arn:aws:states:{AT}:stateMachine:{name}")
             more = [*wider(least, "states:StopExecution", f"arn:aws:states:{AT}:stateMachine:{name}-2")]
             return [to_role(name, least)], [to_role(name, one) for one in more]
+        case 305:
+            queue = f"arn:aws:sqs:{AT}:{name}-undelivered"
+            least = grant("sqs:SendMessage", queue)
+            more = [*wider(least, "sqs:ReceiveMessage", f"{queue}-2")]
+            return [to_role(f"{name}-scheduler", least)], [to_role(f"{name}-scheduler", one) for one in more]
         case 307:
             least = grant("kinesis:PutRecord kinesis:PutRecords", f"arn:aws:kinesis:{AT}:stream/{name}")
             more = [*wider(least, "kinesis:GetRecords", f"arn:aws:kinesis:{AT}:stream/{name}-2")]
@@ -142,7 +147,7 @@ def plays(template_id: int, name: str) -> tuple[list[list[str]], list[list[str]]
             return [attached(role, BACKUP)], more
 
 
-TEMPLATES = (203, 213, 218, 301, 304, 307, 308, 318, 324, 406, 417)
+TEMPLATES = (203, 213, 218, 301, 304, 305, 307, 308, 318, 324, 406, 417)
 
 
 @pytest.mark.sim
@@ -158,10 +163,75 @@ def test_the_least_grant_is_paid_and_more_is_not(slot: Slot, template_id: int) -
             assert (run.achieved, run.score == 1.0) == (right, right), (lines, episode.missing())
 
 
+Limits = dict[str, dict[str, str]]
+OURS = {"aws:SourceAccount": ACCOUNT}
+
+
+def trusting(role: str, **limits: Limits) -> str:
+    """Return the command by which a role trusts services, each within its limits."""
+    statements = [
+        {
+            "Effect": "Allow",
+            "Principal": {"Service": f"{service}.amazonaws.com"},
+            "Action": "sts:AssumeRole",
+            "Condition": limit,
+        }
+        for service, limit in limits.items()
+    ]
+    document = json.dumps({"Version": "2012-10-17", "Statement": statements})
+    return f"aws iam update-assume-role-policy --role-name {role} --policy-document '{document}'"
+
+
+def trusts(template_id: int, name: str) -> tuple[list[str], list[str]]:
+    """Return commands that limit the trust in a new role to what it is for, and commands that limit it otherwise."""
+    role, service, *sources = {
+        304: (name, "events", f"arn:aws:events:{AT}:rule/{name}"),
+        305: (
+            f"{name}-scheduler",
+            "scheduler",
+            f"arn:aws:scheduler:{AT}:schedule/{name}/{name}",
+            f"arn:aws:scheduler:{AT}:schedule-group/{name}",
+        ),
+        308: (name, "firehose", f"arn:aws:firehose:{AT}:deliverystream/{name}"),
+        318: (f"{name}-build", "codebuild", f"arn:aws:codebuild:{AT}:project/{name}"),
+    }[template_id]
+    also = {"states": {"StringEquals": OURS}} if template_id == 304 else {}
+    right: list[Limits] = [{"StringEquals": OURS}]
+    wrong: list[Limits] = [
+        {"StringEquals": {"aws:SourceAccount": "999999999999"}},
+        {"StringEquals": {**OURS, "sts:ExternalId": "x"}},
+        {"ArnLike": {"aws:SourceArn": f"{sources[0]}-2"}},
+    ]
+    for source in sources:
+        right += [{"ArnEquals": {"aws:SourceArn": source}}]
+        right += [{"ArnLike": {"aws:SourceArn": source}, "StringEquals": OURS}]
+    both = {service: right[-1], "states": right[-1]}
+    return (
+        [trusting(role, **{service: limit}, **also) for limit in right],
+        [
+            *(trusting(role, **{service: limit}, **also) for limit in wrong),
+            *([trusting(role, **both)] if also else []),
+        ],
+    )
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("template_id", [304, 305, 308, 318])
+def test_a_new_role_may_trust_a_service_for_its_source_alone(slot: Slot, template_id: int) -> None:
+    task = instantiate(template_id, 0)
+    for right, lines in zip((True, False), trusts(template_id, str(task.params["name"])), strict=True):
+        for line in lines:
+            episode = Episode(slot, 64)
+            run = run_commands(episode, task, [*task.solution[:-1], line, task.solution[-1]])
+            assert not run.failures
+            assert (run.achieved, run.score == 1.0) == (right, right), (line, episode.missing())
+
+
 def test_every_row_names_the_page_of_aws_and_reads_its_record() -> None:
     for row in wirings():
         assert row.aws.startswith("https://docs.aws.amazon.com/"), row.name
-        assert bool(row.principal) is not row.role, row.name
+        assert bool(row.principal) is (row.trust or not row.role), row.name
         assert bool(row.actions) is bool(row.resources), row.name
-        assert (row.actions or row.managed) and (row.role or row.source or row.source_arn), row.name
+        assert (row.trust or row.actions or row.managed) and (row.role or row.source or row.source_arn), row.name
+        assert not row.trust or (row.role and row.source and not row.actions), row.name
         jmespath.compile(row.wires)
