@@ -19,6 +19,7 @@ Key = tuple[str, str, str]
 """Service, kind and identity of a resource. A kind with a ``/`` lies within a resource of the kind before it."""
 DOCUMENT = "{document}"
 """Stands, in paths, before what somebody wrote in words of their own: none of it is the service's."""
+_TAG_OF_RESOURCE = "aws:ResourceTag/"
 _QUOTED_WORD = re.compile(r'"(\w+)"')
 
 
@@ -108,6 +109,8 @@ def _members(table: str, service: str) -> frozenset[str]:
 
 def without_saying(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:
     """Return what a resource of a kind ("service/kind") says, without what AWS takes where nobody says anything."""
+    if kind == "backup/selections":
+        attributes = _selected_by_tag(attributes)
     for path in _tables()["descriptions_in_lists"].get(kind, ()):
         attributes = _without(attributes, path.split("/"), lambda _: True)
     for default in _tables()["defaults"].get(kind, ()):
@@ -120,6 +123,25 @@ def without_saying(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:
         if isinstance(attributes.get(member), str):
             attributes = {**attributes, member: _QUOTED_WORD.sub(r"\1", attributes[member])}
     return attributes
+
+
+def _selected_by_tag(selection: dict[str, Any]) -> dict[str, Any]:
+    """Return a selection of AWS Backup by the one tag that a condition asks for as a list of this tag. Of several tags,
+    all have to be there in conditions, and one in a list.
+
+    https://docs.aws.amazon.com/aws-backup/latest/devguide/API_BackupSelection.html
+    """
+    conditions = selection.get("Conditions")
+    asked = conditions.get("StringEquals") if isinstance(conditions, Mapping) and len(conditions) == 1 else None
+    if not (isinstance(asked, list) and len(asked) == 1 and isinstance(asked[0], Mapping)):
+        return selection
+    key = str(asked[0].get("ConditionKey", ""))
+    everything = selection.get("Resources", ["*"]) == ["*"]
+    if not (key.startswith(_TAG_OF_RESOURCE) and everything) or {"ListOfTags", "NotResources"} & selection.keys():
+        return selection
+    tag = {**asked[0], "ConditionKey": key.removeprefix(_TAG_OF_RESOURCE), "ConditionType": "STRINGEQUALS"}
+    rest = {name: value for name, value in selection.items() if name not in ("Conditions", "Resources")}
+    return {**rest, "ListOfTags": [tag]}
 
 
 def _said(attributes: Any, path: str) -> str:

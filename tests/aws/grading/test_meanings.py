@@ -161,6 +161,34 @@ def test_a_default_given_is_as_good_as_none(service: str, kind: str, one: object
     assert (read(service, kind, one) == read(service, kind, other)) is equal
 
 
+def tagged(*tags: str) -> dict:
+    """A selection of AWS Backup by its list of tags."""
+    return {"ListOfTags": [{"ConditionType": "STRINGEQUALS", "ConditionKey": t, "ConditionValue": "v"} for t in tags]}
+
+
+def limited(*tags: str, operator: str = "StringEquals", **more: object) -> dict:
+    """A selection of AWS Backup by conditions."""
+    asked = [{"ConditionKey": f"aws:ResourceTag/{tag}", "ConditionValue": "v"} for tag in tags]
+    return {"Resources": ["*"], "Conditions": {operator: asked, "StringLike": []}, **more}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (tagged("a"), limited("a"), True),
+        (tagged("a"), {"Conditions": limited("a")["Conditions"]}, True),
+        (tagged("a"), limited("b"), False),
+        (tagged("a", "b"), limited("a", "b"), False),
+        (tagged("a"), limited("a", operator="StringNotEquals"), False),
+        (tagged("a"), limited("a", Resources=["arn:aws:s3:::b"]), False),
+        (tagged("a"), limited("a", NotResources=["arn:aws:s3:::b"]), False),
+        (tagged("a"), limited("a", **tagged("b")), False),
+    ],
+)
+def test_a_backup_of_one_tag_may_be_a_list_or_a_condition(one: dict, other: dict, equal: bool) -> None:
+    assert (read("backup", "selections", one) == read("backup", "selections", other)) is equal
+
+
 IN_XML = {"CORSRule": "CORSRules", "RoutingRule": "RoutingRules"}
 """Names of S3's lists in its documents, whose elements bear them."""
 
