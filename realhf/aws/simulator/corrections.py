@@ -27,6 +27,7 @@ def install() -> None:
         _answer_polls_in_time,
         _know_groups_by_name,
         _keep_groups_in_bounds,
+        _spread_groups_over_zones_alike,
         _match_families,
         _forward_to_one_group,
         _make_by_template_as_by_request,
@@ -137,6 +138,21 @@ def _keep_groups_in_bounds() -> None:
         return update({**request, "DesiredCapacity": [str(desired)]})
 
     autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = updated
+
+
+def _spread_groups_over_zones_alike() -> None:
+    """Start the machines of an Auto Scaling group in the same zones however the zones are listed: AWS spreads them
+    evenly over a set of zones, MiniStack begins with the one that was named first.
+
+    https://docs.aws.amazon.com/autoscaling/ec2/userguide/auto-scaling-benefits.html
+    """
+    autoscaling = _module("autoscaling")
+    reconcile = autoscaling._reconcile_instances
+
+    def reconciled(group: Mapping[str, Any]) -> None:
+        reconcile({**group, "AvailabilityZones": sorted(group["AvailabilityZones"])})  # its list of machines is kept
+
+    autoscaling._reconcile_instances = reconciled
 
 
 def _match_families() -> None:

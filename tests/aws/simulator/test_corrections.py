@@ -119,6 +119,28 @@ def test_a_group_keeps_its_capacity_within_its_bounds(aws) -> None:
     assert capacity() == 3
 
 
+def test_a_group_starts_in_the_same_zones_however_they_are_listed(aws) -> None:
+    """The first machine started in the zone that was named first."""
+    aws(
+        "autoscaling create-launch-configuration --launch-configuration-name l --image-id ami-1 --instance-type t3.nano"
+    )
+    groups = {"one": "us-east-1a us-east-1b", "other": "us-east-1b us-east-1a"}
+    for group, zones in groups.items():
+        made = f"--launch-configuration-name l --min-size 1 --max-size 3 --availability-zones {zones}"
+        assert aws(f"autoscaling create-auto-scaling-group --auto-scaling-group-name {group} {made}")[0] == 0
+
+    def used() -> list[list[str]]:
+        answer = json.loads(aws("autoscaling describe-auto-scaling-groups")[1])["AutoScalingGroups"]
+        return [[machine["AvailabilityZone"] for machine in group["Instances"]] for group in answer]
+
+    assert used() == [["us-east-1a"]] * 2
+    for group in groups:
+        assert (
+            aws(f"autoscaling update-auto-scaling-group --auto-scaling-group-name {group} --desired-capacity 3")[0] == 0
+        )
+    assert used() == [["us-east-1a", "us-east-1b", "us-east-1a"]] * 2
+
+
 def test_a_parameter_group_of_another_family_is_refused(aws) -> None:
     """It was taken whatever the version."""
     family = "--db-parameter-group-family postgres16 --description d"
