@@ -151,6 +151,14 @@ def line_of(command: SetupCommand) -> str:
     return " ".join(words)
 
 
+def sendable(command: SetupCommand) -> str:
+    """Return the line of a set-up command, "" for one that no line can send, since it holds bytes."""
+    try:
+        return line_of(command)
+    except TypeError:
+        return ""
+
+
 def option_words(option: str, value: Any) -> str:
     """Return an option with a value of any type as it stands in a command line."""
     if isinstance(value, bool):

@@ -102,15 +102,13 @@ def _digest(said: Iterable[tuple[str, str]], marks: Mapping[str, str]) -> str:
 
 
 def _structures(value: Any, noun: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (what it is about, scalars) of every structure, volatile ones left out."""
+    """Yield (what it is about, scalars) of every structure, volatile and harmless ones left out."""
     if isinstance(value, Mapping):
-        yield (
-            noun,
-            {key: item for key, item in value.items() if not isinstance(item, Mapping | list) and _lasts(key, item)},
-        )
-        for key, item in value.items():
-            if not _HARMLESS.search(f".{key}"):
-                yield from _structures(item, inner_noun(key, noun))
+        kept = {key: item for key, item in value.items() if not _HARMLESS.search(f".{key}")}
+        scalars = {key: item for key, item in kept.items() if not isinstance(item, Mapping | list)}
+        yield noun, {key: item for key, item in scalars.items() if _lasts(key, item)}
+        for key, item in kept.items():
+            yield from _structures(item, inner_noun(key, noun))
     elif isinstance(value, list):
         for item in value:
             yield from _structures(item, noun)

@@ -261,7 +261,7 @@ def _structures(shape: Shape, words: Words, depth: int) -> list[Any]:
 
 
 def _texts(name: str, shape: Shape, words: Words) -> list[str]:
-    if "policy" in name or "document" in name:
+    if ("policy" in name or "document" in name) and not name.endswith(("name", "arn", "id")):
         return [OPEN_POLICY]
     if "cidr" in name:
         return [EVERYWHERE]

@@ -25,8 +25,8 @@ from realhf.aws.real_aws.describe_walker import walk
 from realhf.aws.tasks.task import Task
 from tests.aws.validation.describe_answers import Said, disagreements
 from tests.aws.validation.describe_answers import told as told_by
-from tests.aws.validation.mutants import Mutant
-from tests.aws.validation.play import run_commands
+from tests.aws.validation.mutant import Expected, Mutant
+from tests.aws.validation.play import Run, run_commands
 
 MAX_STEPS = 64
 """Largest number of commands of a mutant: a second set-up takes more than an agent has."""
@@ -40,7 +40,8 @@ _SETTLE_S, _SETTLE_TRIES = 0.3, 5
 class Played:
     """Records what came of one mutant. ``equal``: its snapshot is as good as the target's; ``needless``: it wrote by an
     operation by which the solution writes nothing; ``differences`` of the snapshots and ``told``, of the describe
-    calls' answers, both cut short. ``sent`` counts commands, ``failed`` those that failed."""
+    calls' answers, both cut short. ``sent`` counts commands, ``failed`` those that failed. ``expected``: what is known
+    of it by how it was made, "" where nothing is."""
 
     task_id: int
     seed: int
@@ -55,17 +56,23 @@ class Played:
     told: tuple[str, ...]
     sent: int
     failed: int
+    expected: Expected = ""
+
+    @property
+    def right(self) -> bool:
+        """Return whether it is to be paid: as it is known by how it was made, else as the state says that it left."""
+        return self.equal if self.expected == "" else self.expected == "paid"
 
     @property
     def wrongly_paid(self) -> bool:
-        """Return whether the grader paid for another state, or in full for a repair that was made blind."""
+        """Return whether the grader paid for what is wrong, or in full for a repair that was made blind."""
         blind = self.kind == "blind" and self.needless and self.score >= 1.0
-        return self.achieved and (not self.equal or blind)
+        return self.achieved and (not self.right or blind)
 
     @property
     def wrongly_refused(self) -> bool:
-        """Return whether the grader did not pay for the wanted state."""
-        return self.equal and not self.achieved
+        """Return whether the grader did not pay for what is right."""
+        return self.right and not self.achieved
 
     @property
     def doubtful(self) -> bool:
@@ -140,7 +147,13 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, goals: Goals) -> P
         told=tuple(told[:_SHOWN]),
         sent=run.sent,
         failed=len(run.failures),
+        expected=mutant.expected if _is_proof(mutant, run) else "",
     )
+
+
+def _is_proof(mutant: Mutant, run: Run) -> bool:
+    """Return whether the commands were accepted without which nothing is known of a mutant before it is played."""
+    return all(place < run.sent and place not in run.failed for place in mutant.proof)
 
 
 def _is_free(line: str, task: Task) -> bool:

@@ -1,41 +1,29 @@
 """Generates mutants of a task: command lists that are nearly its solution, to prove its grader.
 
 They come from botocore's models, the solution and the set-up, so that no list of anybody's limits them. A mutant may
-happen to be right: who plays it decides by the state that it leaves. Everything here is pure; one seed gives one list.
+happen to be right: where its making does not tell, who plays it decides by the state that it leaves. Everything here
+is pure; one seed gives one list.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, zip_longest
 from types import MappingProxyType
-from typing import Any, Literal
 
 from botocore import xform_name
 
-from realhf.aws.real_aws.describe_walker import members
 from realhf.aws.tasks.loader import get_template, is_name, whole_state
 from realhf.aws.tasks.task import SetupCommand, Task
-from tests.aws.validation.command_line import (
-    CommandLine,
-    as_steps,
-    line_of,
-    moved,
-    operation_model,
-    option_of,
-    option_shapes,
-    renumbered,
-)
-from tests.aws.validation.field_changes import OTHER_REGION, Words, line_changes, parsed_options
-from tests.aws.validation.resource_deeds import Request, cli_service, deeds, identities
+from tests.aws.validation.command_line import CommandLine, as_steps, moved, renumbered, sendable
+from tests.aws.validation.edge_mutants import beside, member_changes
+from tests.aws.validation.field_changes import OTHER_REGION, line_changes
+from tests.aws.validation.mutant import Mutant, inserted, replaced, request_of, words_of
+from tests.aws.validation.resource_deeds import Request, cli_service, deeds
 
-Kind = Literal["field", "order", "neighbour", "damage", "blind"]
-KINDS: tuple[Kind, ...] = ("field", "order", "neighbour", "damage", "blind")
 _ELSEWHERE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "vpc": ("describe-vpcs", "Vpcs[{}].VpcId"),
@@ -48,34 +36,21 @@ _ELSEWHERE: Mapping[str, tuple[str, str]] = MappingProxyType(
 _CAPTURED_SETUP = re.compile(r"\$\{setup(\d+):")
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """Holds command lines that an agent could send, captures unfilled. ``about``, ``place`` and ``what`` say in words
-    how they differ from the solution: which part, where in it ("" for the whole), and what became of it."""
-
-    kind: Kind
-    about: str
-    place: str
-    what: str
-    commands: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.kind}, {self.about}{self.place and ' '}{self.place}: {self.what}"
-
-
 def mutants_of(task: Task, most: int, seed: int) -> list[Mutant]:
     """Return at most ``most`` mutants of an instance, a sample that ``seed`` decides, as many of each kind, and within
     a kind of each part of the task, as there are."""
     rng = random.Random(f"mutants:{task.task_id}:{task.seed}:{seed}")
-    everything = chain(_fields(task), _orders(task), _neighbours(task), _damages(task), _blind(task))
+    everything = chain(
+        *(_fields(task), _orders(task), _neighbours(task), _damages(task), _blind(task)),
+        *(beside(task), member_changes(task)),
+    )
+    different = {mutant.commands: mutant for mutant in everything if mutant.commands != task.solution}
     levels: tuple[Callable[[Mutant], str], ...] = (
         lambda mutant: mutant.kind,
         lambda mutant: mutant.about,
         lambda mutant: mutant.place,
     )
-    in_turn = _taking_turns(list(everything), levels, rng)
-    chosen = {mutant.commands: mutant for mutant in in_turn if mutant.commands != task.solution}
-    return list(islice(chosen.values(), most))
+    return list(islice(_taking_turns(list(different.values()), levels, rng), most))
 
 
 def _taking_turns(
@@ -93,58 +68,11 @@ def _taking_turns(
         yield from (mutant for mutant in turn if mutant is not None)
 
 
-def words_of(task: Task) -> Words:
-    """Return the names, ARNs and captures that a task speaks of."""
-    world = [*task.setup, *task.decoys, *task.possible_drifts]
-    names = [str(value) for value in task.params.values() if is_name(value)]
-    names += [text for command in world for text in _names(command.params)]
-    texts = [*task.solution, *whole_state(task), *(json.dumps(command.params, default=str) for command in world)]
-    texts += [f"${{setup{number}:{path}}}" for number, path in _answered(task.setup)]
-    return Words.of(texts, names)
-
-
-def _answered(setup: Iterable[SetupCommand]) -> Iterator[tuple[int, str]]:
-    """Yield (number, path) of every id, ARN and URL in the answers to a set-up."""
-    for number, command in enumerate(setup, 1):
-        model = operation_model(cli_service(command.service), xform_name(command.operation, "-"))
-        for name, path in identities(model) if model else ():
-            if not name.lower().endswith("name"):
-                yield number, path
-
-
-def _names(params: Mapping[str, Any]) -> Iterator[str]:
-    for member, value in params.items():
-        if isinstance(value, str) and member.lower().endswith(("name", "bucket", "key")) and "${" not in value:
-            yield value
-
-
-def request_of(line: str, answer: str) -> Request:
-    """Return the request that a command sends, its parameters by their API names as far as the model knows them."""
-    command = CommandLine.parse(line)
-    options = parsed_options(command, option_shapes(command.service, command.operation))
-    model = operation_model(command.service, command.operation)
-    known = members(model.input_shape) if model else ()
-    named = {option_of(command.service, command.operation, member): member for member in known}
-    params = {named[option]: value for option, value in options.items() if option in named}
-    return Request(command.service, command.operation, params, answer)
-
-
-def inserted(lines: Sequence[str], place: int, extra: Sequence[str]) -> tuple[str, ...]:
-    """Return the commands with others before the one at ``place``; captures follow the commands that they refer to."""
-    places = {number: number + (len(extra) if number > place else 0) for number in range(len(lines) + 1)}
-    kept = [renumbered(line, places) for line in lines]
-    return (*kept[:place], *extra, *kept[place:])
-
-
-def _replaced(lines: Sequence[str], place: int, line: str) -> tuple[str, ...]:
-    return (*lines[:place], line, *lines[place + 1 :])
-
-
 def _fields(task: Task) -> Iterator[Mutant]:
     words = words_of(task)
     for place, line in enumerate(task.solution):
         for path, what, changed in line_changes(line, words.before(place)):
-            yield Mutant("field", f"command {place + 1}", path, what, _replaced(task.solution, place, changed))
+            yield Mutant("field", f"command {place + 1}", path, what, replaced(task.solution, place, changed))
 
 
 def _orders(task: Task) -> Iterator[Mutant]:
@@ -187,14 +115,14 @@ def _neighbours(task: Task) -> Iterator[Mutant]:
         for place, line in enumerate(lines):
             if pattern(line) != line:
                 about, other = f"command {place + 1}", pattern(line)
-                yield Mutant("neighbour", "one for another name", about, what, _replaced(lines, place, other))
+                yield Mutant("neighbour", "one for another name", about, what, replaced(lines, place, other))
                 yield Mutant("neighbour", "one for another name first", about, what, inserted(lines, place, [other]))
     yield from _copies_of_the_setup(task)
     yield from _other_parts_of_the_network(lines)
     words = words_of(task)
     for place, line in enumerate(lines):
         about = f"command {place + 1}"
-        there = _replaced(lines, place, f"{line} --region {OTHER_REGION}")
+        there = replaced(lines, place, f"{line} --region {OTHER_REGION}")
         yield Mutant("neighbour", "another region", about, OTHER_REGION, there)
         for path, what, changed in line_changes(line, words.before(place)):
             yield Mutant("neighbour", f"beside {about}", path, f"{what} first", inserted(lines, place, [changed]))
@@ -216,22 +144,14 @@ def _other_names(task: Task) -> Iterator[tuple[Callable[[str], str], str]]:
 
 
 def _world(task: Task) -> list[str]:
-    return [line for command in (*task.setup, *task.possible_drifts) if (line := _line(command))]
-
-
-def _line(command: SetupCommand) -> str:
-    """Return the line of a set-up command, "" for one that no line can send, since it holds bytes."""
-    try:
-        return line_of(command)
-    except TypeError:
-        return ""
+    return [line for command in (*task.setup, *task.possible_drifts) if (line := sendable(command))]
 
 
 def _copies_of_the_setup(task: Task) -> Iterator[Mutant]:
     """Yield the solution on a second one of each thing that the set-up made and the solution speaks of."""
     used = sorted({int(number) for line in task.solution for number in _CAPTURED_SETUP.findall(line)})
     for number in used:
-        copy = _line(task.setup[number - 1])
+        copy = sendable(task.setup[number - 1])
         if not copy:
             continue
         on_copy = [moved(line, 1).replace(f"${{setup{number}:", "${step1:") for line in task.solution]
@@ -240,7 +160,7 @@ def _copies_of_the_setup(task: Task) -> Iterator[Mutant]:
         for place in range(len(task.solution)):
             right = [moved(other, 1) for other in task.solution]
             if on_copy[place] != right[place]:
-                changed = (copy, *_replaced(right, place, on_copy[place]))
+                changed = (copy, *replaced(right, place, on_copy[place]))
                 yield Mutant("neighbour", about, f"command {place + 1}", "on the copy", changed)
 
 
@@ -268,7 +188,7 @@ def _damages(task: Task) -> Iterator[Mutant]:
     world = [(f"setup{number}", command) for number, command in enumerate(task.setup, 1)]
     world += [(f"decoy{number}", command) for number, command in enumerate(task.decoys, 1)]
     for answer, command in world:
-        line = _line(command)
+        line = sendable(command)
         request = _setup_request(command, line, answer)
         for kind, operation, deed in deeds(request, words) if request else ():
             if "${decoy" in deed:

@@ -23,11 +23,12 @@ from rich.table import Table
 from realhf.aws.episode.validation import Failure, played
 from realhf.aws.tasks.loader import Template, get_template, instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
+from tests.aws.validation.mutant import KINDS, Mutant
 from tests.aws.validation.mutant_player import MAX_STEPS, Goals, Played, play_mutant
-from tests.aws.validation.mutants import KINDS, Mutant, mutants_of
+from tests.aws.validation.mutants import mutants_of
 
 ABOVE_WARMUP = TIERS[1:]
-MOST = 100
+MOST = 140
 MAX_WRONGLY_PAID, MAX_WRONGLY_REFUSED = 0.001, 0.005
 """Largest shares of all mutants."""
 _FILE_COLUMNS = 160
@@ -61,8 +62,8 @@ class Tally:
 
     def cells(self) -> tuple[str, ...]:
         """Return the numbers of a row of the table."""
-        equal = sum(one.equal for one in self.played)
-        numbers = (len(self.played), equal, len(self.paid), len(self.refused), len(self.doubtful), self.broken)
+        right = sum(one.right for one in self.played)
+        numbers = (len(self.played), right, len(self.paid), len(self.refused), len(self.doubtful), self.broken)
         return tuple(map(str, numbers))
 
     def shares(self) -> tuple[float, float]:
@@ -89,7 +90,7 @@ def play_all(turns: Sequence[Turn], pool_size: int, console: Console) -> Iterato
 
 def table(tallies: Mapping[str, Tally], title: str) -> Table:
     """Return a table with one row per name and one for all."""
-    found = Table(title, "mutants", "equal", "wrongly paid", "wrongly refused", "doubtful", "not played")
+    found = Table(title, "mutants", "to be paid", "wrongly paid", "wrongly refused", "doubtful", "not played")
     whole = Tally()
     for name, tally in tallies.items():
         found.add_row(name, *tally.cells())
@@ -103,7 +104,7 @@ def table(tallies: Mapping[str, Tally], title: str) -> Table:
 def markdown(tallies: Mapping[str, Tally]) -> str:
     """Return the table as a page of the documentation holds it."""
     rows = [
-        "| tier | templates | mutants | equal to the target | wrongly paid | wrongly refused | doubtful |",
+        "| tier | templates | mutants | to be paid | wrongly paid | wrongly refused | doubtful |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     whole = Tally(played=[one for tally in tallies.values() for one in tally.played])

@@ -105,7 +105,8 @@ class Outcome:
 @dataclass
 class Run:
     """Records an episode: the account after set-up, whether it was achieved, its return, how many commands were sent,
-    the writes that succeeded, the commands that failed with their errors, and whether the simulator was lost."""
+    the writes that succeeded, the commands that failed with their errors and their places, and whether the simulator
+    was lost."""
 
     start: Snapshot
     achieved: bool
@@ -114,6 +115,7 @@ class Run:
     writes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     lost: bool = False
+    failed: frozenset[int] = frozenset()
 
 
 def run_commands(episode: Episode, task: Task, commands: Sequence[str], drifts: Sequence[int] | None = None) -> Run:
@@ -121,7 +123,7 @@ def run_commands(episode: Episode, task: Task, commands: Sequence[str], drifts: 
     done. Raises what ``Episode.reset`` and ``step`` raise."""
     achieved = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"]
     run, outputs = Run(take_snapshot(episode.slot), achieved), list[str]()
-    for command in commands:
+    for place, command in enumerate(commands):
         if episode.done:
             break
         with suppress(CaptureError):  # without such a field in the set-up's answer it fails, as a person's would
@@ -135,6 +137,7 @@ def run_commands(episode: Episode, task: Task, commands: Sequence[str], drifts: 
         run.lost = run.lost or seen.get("simulator_lost", False)
         if not seen["command_success"]:
             run.failures += (f"{line}: {' '.join(seen['error'].split())[:160]}",)
+            run.failed |= {place}
         elif not is_look(line):
             run.writes += (line,)
     return run

@@ -78,13 +78,16 @@ def _known(model: OperationModel, request: Request) -> dict[str, Any]:
 
 
 def identities(model: OperationModel) -> Iterator[tuple[str, str]]:
-    """Yield (member, path) of what identifies something in an operation's answer, two levels deep."""
+    """Yield (member, path) of what identifies something in an operation's answer, two levels deep; of a list the first
+    element."""
     for name, member in members(model.output_shape).items():
         if member.type_name == "string" and _IDENTITY.search(name):
             yield name, name
-        for inner, deeper in members(member).items():
+        first = element(member) if member.type_name == "list" else None
+        where = name if first is None else f"{name}[0]"
+        for inner, deeper in members(first or member).items():
             if deeper.type_name == "string" and _IDENTITY.search(inner):
-                yield inner, f"{name}.{inner}"
+                yield inner, f"{where}.{inner}"
 
 
 def _filled(

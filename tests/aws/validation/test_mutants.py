@@ -13,8 +13,9 @@ from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.loader import Template, instantiate, load_templates, whole_state
 from realhf.aws.tasks.task import TIERS, Task
 from tests.aws.validation.field_changes import Words, line_changes
+from tests.aws.validation.mutant import KINDS, Kind, Mutant, inserted
 from tests.aws.validation.mutant_player import MAX_STEPS, Goals, Played, play_mutant
-from tests.aws.validation.mutants import KINDS, Kind, Mutant, inserted, mutants_of
+from tests.aws.validation.mutants import mutants_of
 from tests.aws.validation.mutation import main
 from tests.aws.validation.play import is_look
 from tests.aws.validation.resource_deeds import Request, deeds
@@ -141,7 +142,7 @@ def test_mutants_of_every_tier_can_be_sent() -> None:
 
 
 BY_END_STATE = [template for template in load_templates() if not template.success_criteria]
-SAMPLE = 6
+SAMPLE = 8
 
 
 def record(
@@ -192,10 +193,16 @@ def test_a_sample_of_mutants_is_judged_by_grader_snapshots_and_describe_calls_al
     template: Template, slot: Slot
 ) -> None:
     task, goals, episode = instantiate(template.task_id, 0), Goals(), Episode(slot, MAX_STEPS)
-    results = [play_mutant(episode, task, mutant, goals) for mutant in mutants_of(task, SAMPLE, 0)]
+    results = [play_mutant(episode, task, mutant, goals) for mutant in mutants_of(task, SAMPLE, 1)]
     assert not [one for one in results if one.wrongly_paid or one.wrongly_refused]
-    assert not [one for one in results if one.achieved and one.told], "paid, and an agent sees another account"
+    told = [one for one in results if one.achieved and not all(map(_is_former_value, one.told))]
+    assert not told, "paid, and an agent sees another account"
     assert any(one.told for one in results), "a sample of right plays alone proves nothing"
+
+
+def _is_former_value(line: str) -> bool:
+    """Return whether it is said of a version of a secret, of which AWS keeps those that were replaced."""
+    return line[2:].startswith("secretsmanager:GetSecretValue") and '"VersionId"' in line
 
 
 def run(*arguments: str) -> int:
