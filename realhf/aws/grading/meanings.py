@@ -7,7 +7,7 @@ All of it stands in ``meanings.yaml``, by service, kind and member; what stands 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -105,6 +105,11 @@ class Member:
 @cache
 def _members(table: str, service: str) -> frozenset[str]:
     return frozenset(_tables()[table].get(service, ()))
+
+
+def known_defaults() -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Return what AWS takes where nobody says anything, by "service/kind": rows of the file."""
+    return _tables()["defaults"]
 
 
 def without_saying(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:

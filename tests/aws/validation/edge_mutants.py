@@ -118,9 +118,10 @@ def _deeds(making: Making, kind: Deed) -> Iterator[tuple[Deed, str, str]]:
 @cache
 def _removed(making: Making) -> tuple[tuple[str, Making], ...]:
     """Return (operation, lines) where what one line made is removed by the next."""
-    if len(making.lines) > 1:
+    *before, line = making.lines
+    if before:
         return ()
-    made = making.lines[0].split()[2].partition("-")[2].removesuffix("s")
+    made = line.split()[2].partition("-")[2].removesuffix("s")
     return tuple(
         (operation, Making((*making.lines, deed), making.names))
         for _, operation, deed in _deeds(making, "undone")

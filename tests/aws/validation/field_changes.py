@@ -83,6 +83,44 @@ def line_changes(line: str, words: Words) -> Iterator[tuple[str, str, str]]:
         yield path, restored(what, captures), restored(_written(command, changed), captures)
 
 
+def with_member(line: str, path: Sequence[str | int], value: str) -> str:
+    """Return a command with a value, converted to what the model says, at a path of options, members and places in
+    lists; "" where that holds something else."""
+    captures: list[str] = []
+    command = CommandLine.parse(masked(line, captures))
+    shapes = option_shapes(command.service, command.operation)
+    changed = _with(parsed_options(command, shapes), path, value, shapes)
+    return "" if changed is None else restored(_written(command, changed), captures)
+
+
+def _with(given: Any, path: Sequence[str | int], value: str, shapes: Mapping[str, Shape]) -> Any:
+    step, *rest = path
+    if isinstance(step, int):
+        return None
+    shape = shapes.get(step)
+    if not rest:
+        return {**(given or {}), step: _typed(shape, value)}
+    known = {} if given is None else given
+    if not isinstance(known, Mapping) or shape is None:
+        return None
+    inner = element(shape)
+    if shape.type_name == "map":
+        return {**known, step: {**known.get(step, {}), str(rest[0]): value}}
+    if isinstance(rest[0], int):
+        items = list(known[step])
+        items[rest[0]] = _with(items[rest[0]], rest[1:], value, members(inner))
+        return None if items[rest[0]] is None else {**known, step: items}
+    deeper = _with(known.get(step), rest, value, members(shape))
+    return None if deeper is None else {**known, step: deeper}
+
+
+def _typed(shape: Shape | None, value: str) -> Any:
+    kind = "" if shape is None else shape.type_name
+    if kind == "boolean":
+        return value == "true"
+    return int(value) if kind in ("integer", "long") else value
+
+
 def parsed_options(command: CommandLine, shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return the values of a command's options as the command line reads them, by option; a flag is a truth value."""
     options: dict[str, Any] = {}

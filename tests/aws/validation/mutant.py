@@ -23,8 +23,11 @@ from tests.aws.validation.command_line import (
 from tests.aws.validation.field_changes import Words, parsed_options
 from tests.aws.validation.resource_deeds import Request, cli_service, identities
 
-Kind = Literal["field", "order", "neighbour", "damage", "blind", "beside", "members"]
-KINDS: tuple[Kind, ...] = ("field", "order", "neighbour", "damage", "blind", "beside", "members")
+Kind = Literal["field", "order", "neighbour", "damage", "blind", "beside", "members", "defaults", "companions"]
+KINDS: tuple[Kind, ...] = (
+    *("field", "order", "neighbour", "damage", "blind"),
+    *("beside", "members", "defaults", "companions"),
+)
 Expected = Literal["paid", "unpaid", ""]
 """Whether a mutant is to be paid, "" where only the state that it leaves can say."""
 

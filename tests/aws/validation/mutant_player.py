@@ -76,8 +76,8 @@ class Played:
 
     @property
     def doubtful(self) -> bool:
-        """Return whether the describe calls are of another opinion than the grader."""
-        return self.achieved is bool(self.told)
+        """Return whether the describe calls are of another opinion than the grader, where nothing better is known."""
+        return not self.expected and self.achieved is bool(self.told)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain data, as ``from_json`` reads it."""

@@ -19,6 +19,8 @@ from botocore import xform_name
 from realhf.aws.tasks.loader import get_template, is_name, whole_state
 from realhf.aws.tasks.task import SetupCommand, Task
 from tests.aws.validation.command_line import CommandLine, as_steps, moved, renumbered, sendable
+from tests.aws.validation.companion_mutants import companions
+from tests.aws.validation.default_mutants import given_defaults
 from tests.aws.validation.edge_mutants import beside, member_changes
 from tests.aws.validation.field_changes import OTHER_REGION, line_changes
 from tests.aws.validation.mutant import Mutant, inserted, replaced, request_of, words_of
@@ -42,7 +44,7 @@ def mutants_of(task: Task, most: int, seed: int) -> list[Mutant]:
     rng = random.Random(f"mutants:{task.task_id}:{task.seed}:{seed}")
     everything = chain(
         *(_fields(task), _orders(task), _neighbours(task), _damages(task), _blind(task)),
-        *(beside(task), member_changes(task)),
+        *(beside(task), member_changes(task), given_defaults(task), companions(task)),
     )
     different = {mutant.commands: mutant for mutant in everything if mutant.commands != task.solution}
     levels: tuple[Callable[[Mutant], str], ...] = (

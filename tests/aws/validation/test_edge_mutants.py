@@ -8,6 +8,8 @@ import pytest
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.loader import instantiate
+from tests.aws.validation.companion_mutants import companions
+from tests.aws.validation.default_mutants import given_defaults
 from tests.aws.validation.edge_mutants import OWN_NAME, beside, member_changes
 from tests.aws.validation.makings import makings
 from tests.aws.validation.mutant import Mutant
@@ -74,6 +76,27 @@ def test_each_member_of_a_command_is_given_or_changed_once() -> None:
     assert len({mutant.place for mutant in found}) == len(found) > 10
 
 
+def test_the_least_grant_is_to_be_paid_and_none_that_is_wider() -> None:
+    found = {(one.place, one.what): one for one in companions(instantiate(203, 0))}
+    least, wide = found["topic to queue", "for the source"], found["topic to queue", "anybody"]
+    assert (least.expected, wide.expected) == ("paid", "unpaid")
+    assert extra(least)[0].startswith("aws sqs get-queue-url") and "sns.amazonaws.com" in extra(least)[1]
+    widened = [one for one in found.values() if one.expected == "unpaid"]
+    assert len({one.commands for one in widened}) == len(widened) >= 5
+    of_a_role = {
+        one.what: one.expected for one in companions(instantiate(305, 0)) if one.place == "schedule to function"
+    }
+    assert of_a_role["one action of it"] == "paid" and of_a_role["any resource"] == "unpaid"
+
+
+def test_defaults_are_given_where_a_command_leaves_them_out() -> None:
+    alarm = {one.what: one for one in given_defaults(instantiate(114, 0))}
+    points = alarm["--datapoints-to-alarm = 2"]
+    assert points.expected == "paid" and "--datapoints-to-alarm 2" in points.commands[points.proof[0]]
+    retries = [one for one in given_defaults(instantiate(213, 0)) if "MaximumRetryAttempts" in one.what]
+    assert '"MaximumRetryAttempts": 185' in retries[0].commands[retries[0].proof[0]], "within the target of a rule"
+
+
 def record(*, achieved: bool, equal: bool, expected: str = "") -> Played:
     found = Played(101, 0, "beside", "m", ("aws s3 ls",), achieved, 1.0, equal, True, (), (), 1, 0)
     return replace(found, expected=expected)
@@ -85,6 +108,8 @@ def test_what_is_known_of_a_mutant_goes_before_what_its_state_says() -> None:
     assert not record(achieved=False, equal=True, expected="unpaid").wrongly_refused
     again = Played.from_json(record(achieved=True, equal=True, expected="paid").to_json())
     assert again.expected == "paid" and again.right
+    told = replace(again, told=("+ a default",))
+    assert not told.doubtful and replace(told, expected="").doubtful, "what is known needs no second opinion"
 
 
 @pytest.mark.sim

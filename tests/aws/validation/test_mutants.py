@@ -97,7 +97,7 @@ def test_captures_follow_their_commands() -> None:
 def test_the_kinds_of_a_task_with_a_set_up() -> None:
     task = instantiate(416, 0)
     found = mutants(416)
-    assert {one.kind for one in found} == set(KINDS) - {"blind"}
+    assert {one.kind for one in found} == set(KINDS) - {"blind", "companions", "defaults"}
     assert task.solution not in {one.commands for one in found}
     damage = [one for one in found if one.kind == "damage"]
     assert any(one.commands[0].startswith("aws logs delete-log-group") for one in damage)
@@ -127,8 +127,8 @@ def test_a_sample_is_balanced_and_one_seed_gives_one_list(task_id: int) -> None:
     assert sample == mutants_of(task, 40, 7) != mutants_of(task, 40, 8)
     assert len(sample) == 40 == len({one.commands for one in sample})
     kinds = Counter(one.kind for one in sample)
-    possible = {one.kind for one in mutants(task_id)}
-    assert set(kinds) == possible and min(kinds.values()) >= 2
+    possible = Counter(one.kind for one in mutants(task_id))
+    assert set(kinds) == set(possible) and all(kinds[kind] >= min(2, possible[kind]) for kind in kinds)
 
 
 def test_mutants_of_every_tier_can_be_sent() -> None:
@@ -195,7 +195,7 @@ def test_a_sample_of_mutants_is_judged_by_grader_snapshots_and_describe_calls_al
     task, goals, episode = instantiate(template.task_id, 0), Goals(), Episode(slot, MAX_STEPS)
     results = [play_mutant(episode, task, mutant, goals) for mutant in mutants_of(task, SAMPLE, 1)]
     assert not [one for one in results if one.wrongly_paid or one.wrongly_refused]
-    told = [one for one in results if one.achieved and not all(map(_is_former_value, one.told))]
+    told = [one for one in results if one.achieved and one.doubtful and not all(map(_is_former_value, one.told))]
     assert not told, "paid, and an agent sees another account"
     assert any(one.told for one in results), "a sample of right plays alone proves nothing"
 
