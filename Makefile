@@ -38,7 +38,7 @@ help:
 	@echo "make test-fast  run the tests that need no simulator and are not slow: the inner loop"
 	@echo "make validate play every task against MiniStack and print the verdicts (SEEDS=3 instances of each, and one with held-out names)"
 	@echo "make validate-adversarial  play against the grader: what does nothing, harms or overdoes must not pay"
-	@echo "make mutation  play generated mutants of every solution and count the wrongly paid and the wrongly refused (MOST=140 of each template, SEED=0, ARGS='--output FILE ..')"
+	@echo "make mutation  play generated mutants of every solution and count the wrongly paid and the wrongly refused (MOST=140 of each template, SEED=0, ARGS='--output FILE ..'); of all templates, writes the passport"
 	@echo "make red-team play every attack of the table, then FUZZ_COMMANDS=20000 drawn ones and EXTREMES=4000 that ask for too much, and print what was observed"
 	@echo "make screenshots  play in the playground, train some short runs and take the pictures of docs/images anew with Chromium (RUNS='folder ..')"
 	@echo "make bench-trajectory  install the original Atropos server beside it and measure both"
@@ -155,7 +155,7 @@ validate: install
 mutation: MOST = 140
 mutation: SEED = 0
 mutation: install
-	$(BIN)/python -m tests.aws.validation.mutation --most $(MOST) --seed $(SEED) $(ARGS)
+	$(BIN)/python -m tests.aws.validation.mutation --most $(MOST) --seed $(SEED) $(if $(findstring --t,$(ARGS)),,--passport) $(ARGS)
 
 validate-adversarial: install
 	$(BIN)/python -m tests.aws.validation.adversarial

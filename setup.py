@@ -66,6 +66,7 @@ setup(
         "configs": ["**/*.yaml"],
         "realhf": [
             "**/*.yaml",
+            "**/*.passport.json",
             "aws/playground/static/*",
             "aws/simulator/*.json",
             "aws/training/policy/*",

@@ -73,11 +73,10 @@ def ship(policy: Path, folder: Path, provenance: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Make and ship the warm start of a run with these ``key=value`` arguments. Returns the exit code."""
     from experiments.sft import Config, chosen_environment, warm_start, warm_start_recipe
-    from realhf.base.installation import PACKAGE
+    from realhf.base.installation import PACKAGE, git_state
     from realhf.launch.build import build_experiment
     from realhf.launch.compose import compose_config
     from realhf.launch.run import run_to_the_end
-    from realhf.monitor.provenance import git_state
 
     composed = compose_config([*arguments, *ONLY_THE_WARM_START])
     config = composed.config

@@ -1,4 +1,4 @@
-"""Says where the package and its configurations lie, and how an extra that is missing is installed.
+"""Says where the package and its configurations lie, of which commit, and how an extra that is missing is installed.
 
 No other module derives a folder from the place of its own file, so files may move between rooms.
 
@@ -9,12 +9,14 @@ person to install that.
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import extract_tb
 from types import ModuleType, TracebackType
+from typing import Any
 
 PACKAGE = Path(os.path.abspath(__file__)).parent.parent
 """The folder ``realhf`` itself, in a checkout or among the installed packages."""
@@ -101,3 +103,18 @@ def needed(module: str, extra: str) -> ModuleType:
         raise ValueError(f"env.path={extra}: {package} is not whole: {error}; {install}") from None
     except Exception as error:
         raise ValueError(f"env.path={extra}: importing {module} raised {type(error).__name__}: {error}") from None
+
+
+def git_state(folder: Path) -> dict[str, Any]:
+    """Return the commit of the source tree and whether files differ from it; commit None outside a repository."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "modified": bool(changes) if commit else None}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -18,10 +18,12 @@ from rich.text import Text
 
 from realhf.api.config import ConfigError, RecoverMode
 from realhf.api.experiment import ExperimentSpec, Launch, is_made
-from realhf.base.files import DAMAGED
+from realhf.api.passport import PASSPORT_FILE
+from realhf.base.files import DAMAGED, write_whole
 from realhf.base.terminal import Terminal
 from realhf.base.text import printable
 from realhf.dataflow.best_policy import BEST_POLICY
+from realhf.env.loader.load import passport_file
 from realhf.launch.build import BuiltExperiment
 from realhf.launch.interrupts import Interrupted, StopSignals
 from realhf.launch.plugins import make_scheduler
@@ -60,6 +62,8 @@ def run_to_the_end(
                 terminal.on_loss(lambda reason: _note_loss(built.spec.run_dir, reason))
             if resumption is None:  # one that goes on keeps its configuration until its master has found from where
                 record_launch(built.spec.run_dir, launch, 0)
+            environment = getattr(getattr(config, "env", None), "path", "")
+            keep_passport(environment, built.spec.run_dir)
             if go_on:
                 print(f"run: {built.spec.run_dir}\n{go_on}", flush=True)
             summary = _with_display(built, launch, started_at, resumption, signals)
@@ -73,6 +77,16 @@ def run_to_the_end(
         return _say_error(describe(error, built.spec.run_dir), 1, go_on)
     _say_results(summary, built.spec.run_dir)
     return 0
+
+
+def keep_passport(reference: str, run_dir: Path) -> None:
+    """Copy the passport of an environment ("" for none) into a run folder; where it has none, none is left there.
+    Raises OSError."""
+    kept = run_dir / PASSPORT_FILE
+    try:
+        write_whole(kept, passport_file(reference).read_text(encoding="utf-8", errors="replace"))
+    except (FileNotFoundError, ValueError):
+        kept.unlink(missing_ok=True)
 
 
 def _note_loss(run_dir: Path, reason: str) -> None:
@@ -215,6 +229,7 @@ class RunFile(NamedTuple):
 RUN_FILES = (
     RunFile("config.yaml", "launcher, master", "whole"),
     RunFile("provenance.json", "launcher, master", "whole", read=True),
+    RunFile(PASSPORT_FILE, "launcher", "whole"),
     RunFile("plan.json", "launcher", "whole"),
     RunFile(".lock", "launcher", "whole", kept=True),
     RunFile(".keys-*", "launcher", "whole", kept=True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -14,7 +13,7 @@ from typing import Any
 
 from realhf.api.experiment import Launch
 from realhf.base.files import kept_aside, write_whole
-from realhf.base.installation import PACKAGE
+from realhf.base.installation import PACKAGE, git_state
 
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"
@@ -52,13 +51,6 @@ def _installed_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def git_state(folder: Path) -> dict[str, Any]:
-    """Return the commit of the source tree and whether files differ from it; commit None outside a repository."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "modified": bool(changes) if commit else None}
 
 
 def origin(arguments: Sequence[str]) -> dict[str, Any]:
@@ -163,11 +155,3 @@ def read_provenance(run_dir: Path) -> Any:
         return json.loads((run_dir / PROVENANCE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

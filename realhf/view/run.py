@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from realhf.api.passport import PASSPORT_FILE, told
 from realhf.monitor.advisories import advise, index_of
 from realhf.monitor.provenance import LAUNCH, PROVENANCE_FILE, effective_options, launches
 from realhf.monitor.run_files import DEATHS_FILE, EVALUATIONS_FILE, NONFINITE_FILE, PLACEMENTS_FILE, HostLanes, deaths
@@ -142,7 +143,7 @@ def _is_small(value: Any, depth: int = 0) -> bool:
 PARTS = {
     "metrics": ("metrics.jsonl",),
     "evaluations": (EVALUATIONS_FILE,),
-    "about": ("config.yaml", "provenance.json", "summary.json", NOTE_FILE, *EVENT_FILES),
+    "about": ("config.yaml", "provenance.json", PASSPORT_FILE, "summary.json", NOTE_FILE, *EVENT_FILES),
     "spans": ("trace",),
     "rollouts": ("rollouts",),
 }
@@ -179,11 +180,13 @@ class Run:
         return known | {"steps": self.metrics.steps, "tags": list(tags)}
 
     def about(self) -> dict[str, Any]:
-        """Return what the run was started with, where it came from, what a person has written about it, what happened
-        to it, and which processes each host had."""
-        hosts = HostLanes(self.folder)
+        """Return what the run was started with, where it came from, how far its environment's reward was proved ("" for
+        a run without one), what a person has written about it, what happened to it, and which processes each host
+        had."""
+        hosts, config = HostLanes(self.folder), run_config(self.folder)
         return {
-            "config": run_config(self.folder),
+            "config": config,
+            "passport": told(self.folder / PASSPORT_FILE) if "env.path" in config else "",
             "origin": run_origin(self.folder),
             "note": asdict(read_note(self.folder)),
             "events": run_events(self.folder, hosts),

@@ -17,10 +17,11 @@ from rich.console import Console
 
 from realhf.api.config import MonitorConfig
 from realhf.base import process_clock
+from realhf.base.installation import git_state
 from realhf.monitor.display import Display, LiveDisplay, evaluation_line, make_display, step_line
 from realhf.monitor.events import EventStream, parse_event
 from realhf.monitor.metrics import success_by_group
-from realhf.monitor.provenance import git_state, package_versions
+from realhf.monitor.provenance import package_versions
 from realhf.monitor.run_files import Evaluations
 from realhf.monitor.run_log import RunLog, flatten_step, read_metrics
 from realhf.monitor.summary import build_summary, held_out_table, time_split

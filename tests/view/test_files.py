@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from realhf.api.passport import PASSPORT_FILE, Counts, Passport
 from realhf.monitor import report
 from realhf.monitor.run_files import note_death, note_placement
 from realhf.view.__main__ import main
@@ -31,6 +32,17 @@ def test_what_is_written_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixt
     assert page.get("/api/runs").json()["runs"][0]["tags"] == ["baseline"]
     assert main(["note", str(run), "", "--untag", "baseline"]) == 0
     assert read_note(run) == Note()
+
+
+def test_the_passport_of_the_environment_is_told_in_a_line(tmp_path: Path) -> None:
+    page = client(run := write_run(tmp_path / "run"))
+    about = lambda: page.get("/api/runs/0/about").json()["passport"]
+    assert about() == "", "a run that plays no environment has none"
+    (run / "config.yaml").write_text("env: {path: shop.py:Shop}")
+    assert "no passport" in about()
+    Passport("shop", "check", "2026-11-28", "", {"beside": Counts(wrong=4, paid=1)}).write(run / PASSPORT_FILE)
+    assert about().startswith("shop: of 4 wrong plays 1 were paid (95 %: ")
+    assert about() in str(kept_answers(write_report(run)))
 
 
 def test_a_note_that_changes_is_a_change_of_the_run(tmp_path: Path) -> None:

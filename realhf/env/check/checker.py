@@ -37,6 +37,7 @@ from realhf.env.check.report import (
     NOW,
     OK,
     ORDER,
+    PASSPORT,
     SKIPPED,
     VERDICT,
     Finding,
@@ -47,7 +48,7 @@ from realhf.env.check.report import (
 )
 from realhf.env.check.task_sets import TaskSetJudge
 from realhf.env.containment.sandbox import die_with_parent
-from realhf.env.loader.load import build_environment
+from realhf.env.loader.load import build_environment, passport_file
 
 T = TypeVar("T")
 _LONG = 1000
@@ -158,6 +159,8 @@ class Checker:
                 runner.run(mutation.play(scripts, begin, lambda *verdict: self._tell(VERDICT, *verdict)))
         except CallFailed:
             self._skip((MUTANTS,), "an answer did not come")
+        else:
+            self._tell(ABOUT, {PASSPORT: str(passport_file(order.reference))})
         self._tell(ABOUT, {MUTANTS: asdict(mutation.outcome)})
 
     def _lacks_service(self, spec: EnvironmentSpec, names: Iterable[str]) -> bool:

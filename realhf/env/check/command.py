@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from datetime import date
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from realhf.api.passport import MODIFIED, Counts, Passport
+from realhf.base.installation import git_state
 from realhf.base.plugin import split_reference
 from realhf.base.text import close_to
 from realhf.env.check.calls import UserCode, folders_of
+from realhf.env.check.mutation import MUTANTS
 from realhf.env.check.report import (
     ABOUT,
     ENDED,
@@ -26,6 +32,8 @@ from realhf.env.check.report import (
     FINGERPRINTS,
     FOLDER,
     NOW,
+    OK,
+    PASSPORT,
     READ,
     SKIPPED,
     VERDICT,
@@ -41,6 +49,7 @@ from realhf.env.loader.load import parse_options
 from realhf.registry import environments
 
 _NAME = 16
+_NO_PASSPORT = "Describe under `view` what an episode leaves"
 _STYLES = {FAULT: "red", READ: "yellow", SKIPPED: "yellow"}
 
 
@@ -145,7 +154,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything that a person should know as a map for JSON."""
-        inner = (FOLDER, FINGERPRINTS, EXIT, ENDED)
+        inner = (FOLDER, FINGERPRINTS, EXIT, ENDED, PASSPORT)
         findings = [asdict(finding) | {"line": finding.line()} for finding in self.findings]
         return {
             "reference": self.reference,
@@ -186,6 +195,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "play mutants of the demonstrations and list those that are paid in full, and check nothing else"
     parser.add_argument("--mutate", action="store_true", help=about)
     parser.add_argument("--most", type=_positive, default=2000, metavar="N", help="mutants in all (2000)")
+    about = "with --mutate: write what was found into NAME.passport.json beside the environment"
+    parser.add_argument("--passport", action="store_true", help=about)
     parser.add_argument("--seed", type=int, default=0, help="draws demonstrations and mutants (0)")
     parser.add_argument("--address", default="", help="address of the service that the environment is played on")
 
@@ -193,6 +204,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Check, show, and return the exit status."""
     check_reference(arguments.reference)
+    if arguments.passport and not arguments.mutate:
+        raise ValueError("--passport says what --mutate found: give both")
     order = Order(
         arguments.reference,
         parse_options(arguments.options),
@@ -216,10 +229,31 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         return 130
     finally:
         report.close()
+    if arguments.passport:
+        keep_passport(report, arguments)
     report.finish()
     if arguments.json:
         print(json.dumps(report.to_json(), indent=2))
     return 1 if report.faults else 0
+
+
+def keep_passport(report: Report, arguments: argparse.Namespace) -> None:
+    """Write the passport of an environment whose mutants were played to the end; that this cannot be is a fault."""
+    found, file = report.about.get(MUTANTS, {}), report.about.get(PASSPORT)
+    kinds = {name: Counts(**counts) for name, counts in found.get("kinds", {}).items()}
+    if file is None or not kinds:
+        why = "not all mutants were played" if file is None else "nothing tells right plays from wrong ones"
+        report.add(Finding(MUTANTS, f"no passport is written, for {why}", _NO_PASSPORT if file else ""))
+        return
+    words = ["python", "-m", "realhf.env", "check", arguments.reference, *arguments.options, "--mutate"]
+    command = shlex.join([*words, "--most", str(arguments.most), "--seed", str(arguments.seed), "--passport"])
+    git = git_state(Path(file).parent)
+    commit = f"{git['commit'] or ''}{MODIFIED if git['modified'] else ''}"
+    try:
+        Passport(report.about["name"], command, date.today().isoformat(), commit, kinds).write(Path(file))
+        report.hear((VERDICT, PASSPORT, OK, file))
+    except OSError as error:
+        report.add(Finding(MUTANTS, f"the passport cannot be written: {error}"))
 
 
 def check_reference(reference: str) -> None:

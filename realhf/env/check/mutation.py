@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from realhf.api.environment import SOLUTION, TRAIN, Demonstration, DemonstrationRequest, EnvironmentSpec
+from realhf.api.passport import Counts
 from realhf.env.check.episodes import Arena, Case, Episode
 from realhf.env.check.mutators import (
     FIRST,
@@ -191,12 +192,13 @@ class Tally:
 
 @dataclass
 class Outcome:
-    """Is what ``--json`` prints: the counts by template, and every mutant that was paid in full and is not known to
-    leave the same state."""
+    """Is what ``--json`` prints: the counts by template, and by kind of change where the state is described, and every
+    mutant that was paid in full and is not known to leave the same state."""
 
     seed: int
     described: bool = False
     tasks: dict[str, Tally] = field(default_factory=dict)
+    kinds: dict[str, Counts] = field(default_factory=dict)
     listed: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -295,6 +297,9 @@ class Mutation:
         paid = mutant.paid >= whole.paid - _ALIKE or (described and mutant.solved and whole.solved)
         tally.paid += paid
         tally.underpaid += equal and not paid
+        if described:
+            kind = change.kind.partition(",")[0]
+            self.outcome.kinds.setdefault(kind, Counts()).add(right=equal, paid=paid)
         if not paid or equal:
             return
         tally.unequal += described

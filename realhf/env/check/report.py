@@ -98,9 +98,9 @@ NOW, VERDICT, FINDING, ABOUT = "now", "verdict", "finding", "about"
 """Kinds of events. ``now``: a call begins (check, call, task, seconds that it may take); ``verdict``: a check is over
 (name, outcome, remark); ``finding``: its fields; ``about``: a map of what is known of the environment and its
 process."""
-FOLDER, FINGERPRINTS, EXIT, ENDED = "folder", "fingerprints", "exit", "ended"
+FOLDER, FINGERPRINTS, EXIT, ENDED, PASSPORT = "folder", "fingerprints", "exit", "ended", "passport"
 """What only the parent needs to know, among what an ``about`` says: the folder that holds the environment's code, what
-was played, how the environment ended its process (status, place), and that all is done."""
+was played, how the environment ended its process (status, place), that all is done, and where its passport lies."""
 ORDER, DUMP = "order.json", "dump"
 """Files of a check: what the child is to do, and where it writes the stacks of its threads."""
 OK, FAULT, SKIPPED, READ = "ok", "fault", "not run", "read"

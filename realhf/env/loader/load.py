@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from realhf.api.environment import EnvironmentDefinition, EnvironmentSpec
 from realhf.api.option import problems, with_path, with_section
+from realhf.api.passport import ENDING
 from realhf.base.dataclass_json import to_json_value
 from realhf.base.plugin import absolute, imported, load_reference, split_reference
 from realhf.base.text import close_to
@@ -88,6 +92,19 @@ def build_environment(reference: str, options: Mapping[str, Any]) -> Environment
     return spec
 
 
+def passport_file(reference: str) -> Path:
+    """Return where the passport of an environment lies, whether it is there or not: beside the module that defines it,
+    under its name. Raises ValueError when there is no such environment."""
+    if reference in environments:
+        found = imported(reference, lambda: environments.get(reference))
+        owner = found.options if isinstance(found, EnvironmentDefinition) else found
+        module, name = sys.modules[owner.__module__], reference
+    else:
+        module, name = load_reference(reference)
+        name = name or _only_name(module, reference)
+    return Path(str(module.__file__)).with_name(f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}{ENDING}")
+
+
 def _definition(found: Any, reference: str) -> EnvironmentDefinition:
     try:
         kind = _door(found)
@@ -117,8 +134,12 @@ def _door(found: Any) -> Callable[[Any], EnvironmentDefinition] | None:
 
 
 def _only_one(module: ModuleType, reference: str) -> EnvironmentDefinition:
-    """The one environment that a file defines. Definitions and specifications come first: a file that holds one has
-    said what it is about; then classes, then functions whose first argument is called ``completion``."""
+    return _definition(getattr(module, _only_name(module, reference)), reference)
+
+
+def _only_name(module: ModuleType, reference: str) -> str:
+    """The name of the one environment that a file defines. Definitions and specifications come first: a file that holds
+    one has said what it is about; then classes, then functions whose first argument is called ``completion``."""
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     finished = {name: v for name, v in public.items() if isinstance(v, (EnvironmentDefinition, EnvironmentSpec))}
     own = {name: value for name, value in public.items() if getattr(value, "__module__", "") == module.__name__}
@@ -127,7 +148,7 @@ def _only_one(module: ModuleType, reference: str) -> EnvironmentDefinition:
     if len(found) != 1:
         what = f"the environments {', '.join(found)}; name one: {reference}:NAME" if found else f"nothing of {EXPECTED}"
         raise ValueError(f"{reference}: the file defines {what}")
-    return _definition(next(iter(found.values())), reference)
+    return next(iter(found))
 
 
 def _described(found: Any) -> str:

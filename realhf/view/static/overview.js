@@ -11,7 +11,7 @@ export async function show(place, context) {
   return page;
 }
 
-const NOTHING = { config: {}, origin: {}, note: { text: "", tags: [] }, events: [], hosts: {} };
+const NOTHING = { config: {}, origin: {}, passport: "", note: { text: "", tags: [] }, events: [], hosts: {} };
 
 /** What a person has written about a run, if anything. */
 function noteOf({ note }, name) {
@@ -81,6 +81,7 @@ class Overview {
     this.pinned = new Map((context.params.get("pins") ?? "").split(",").filter(Boolean).map((name) => [name, this.single(name)]));
     this.keys = [["← →", "in a chart: step back and on, in all charts"], ["s", "more smoothing"], ["x", "over steps, hours or tokens"], ["l", "logarithmic axis"], ["+ − z", "in a chart: zoom in and out, all of it; or drag over a part"], ["Enter", "in a chart: larger"], ["b", "seeds as one: mean and band, or each run"], ["/", "choose metrics"]];
     this.figures = h("div", { class: "cards" });
+    this.proved = h("p", { class: "muted", id: "passport" });
     this.note = h("div", { class: "notes" });
     this.smoothing = h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: this.weight, id: "smooth" });
     this.smoothing.addEventListener("input", () => this.smooth(Number(this.smoothing.value)));
@@ -104,7 +105,7 @@ class Overview {
       h("label", { for: "log" }, "Logarithmic"), this.logged, this.seedsLabel, this.seeds,
       button("+", "Zoom in", () => this.zoomBy(0.5)), button("−", "Zoom out", () => this.zoomBy(2)), this.whole);
     const charts = h("div", { class: "charts" }, this.charts.map((one) => one.chart.node));
-    place.append(this.note, this.figures, tools, this.seedsSaid, this.all, this.pins, charts, this.evaluated, this.about);
+    place.append(this.note, this.figures, this.proved, tools, this.seedsSaid, this.all, this.pins, charts, this.evaluated, this.about);
   }
 
   /** The chart of a metric alone, which can be pinned. */
@@ -239,6 +240,9 @@ class Overview {
     const row = (run, at) => [h("span", {}, dot(run), run.name), ...found[at].map(([, value, note]) => h("span", {}, value, note ? h("small", {}, note) : ""))];
     const made = runs.length === 1 ? found[0].map(card) : table(["run", ...found[0].map(([label]) => label)], runs.map(row), { id: "compared" });
     renew(this.figures, h("div", { class: runs.length === 1 ? "cards" : "" }, made));
+    const passports = [...new Set(this.abouts.map((about) => about.passport).filter(Boolean))];
+    this.proved.hidden = !passports.length;
+    this.proved.textContent = `Reward, tried with mutants: ${passports.join("; ")}.`;
   }
 
   drawEvaluations() {

@@ -14,15 +14,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from realhf.api.passport import MODIFIED, Counts, Passport
 from realhf.aws.episode.validation import Failure, played
 from realhf.aws.tasks.loader import Template, get_template, instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
+from realhf.base.installation import PACKAGE, git_state
+from realhf.env.loader.load import passport_file
 from tests.aws.validation.mutant import KINDS, Mutant
 from tests.aws.validation.mutant_player import MAX_STEPS, Goals, Played, play_mutant
 from tests.aws.validation.mutants import mutants_of
@@ -150,6 +154,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines; a file that is there is gone on with")
     for name, share in (("--wrongly-paid", MAX_WRONGLY_PAID), ("--wrongly-refused", MAX_WRONGLY_REFUSED)):
         parser.add_argument(name, type=float, default=share, help="largest share of all (default %(default)s)")
+    parser.add_argument(
+        "--passport", action="store_true", help="write the passport of the environment, of all templates"
+    )
     parser.add_argument("--markdown", action="store_true", help="print the table of the documentation as well")
     return parser
 
@@ -162,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("most", "pool_size"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
+    if options.passport and (options.templates or options.tiers):
+        parser.error("--passport is about all templates: give neither --templates nor --tiers")
     try:
         chosen = options.templates and [get_template(task_id) for task_id in options.templates]
         templates = chosen or load_templates(options.tiers or ABOVE_WARMUP)
@@ -202,8 +211,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if interrupted:
         console.print(f"interrupted: {len(turns) - len(results)} mutants were not played")
         return 130
+    if options.passport:
+        file = passport_file("aws")
+        passport_of(results, f"make mutation MOST={options.most} SEED={options.seed}").write(file)
+        console.print(f"passport: {file}", markup=False, soft_wrap=True)
     paid, refused = Tally(results).shares()
     return 1 if broken or paid > options.wrongly_paid or refused > options.wrongly_refused else 0
+
+
+def passport_of(results: Iterable[Played], command: str) -> Passport:
+    """Return what mutants found, by their kinds."""
+    kinds: dict[str, Counts] = {}
+    for one in results:
+        kinds.setdefault(one.kind, Counts()).add(right=one.right and not one.wrongly_paid, paid=one.achieved)
+    git = git_state(PACKAGE)
+    commit = f"{git['commit'] or ''}{MODIFIED if git['modified'] else ''}"
+    return Passport("aws", command, date.today().isoformat(), commit, kinds)
 
 
 def _report(console: Console, templates: Sequence[Template], results: Sequence[Played], broken: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from realhf.api.passport import Counts
 from realhf.aws.cli.policy import check_command
 from realhf.aws.episode.episode import Episode
 from realhf.aws.simulator.pool import Slot
@@ -16,7 +17,7 @@ from tests.aws.validation.field_changes import Words, line_changes
 from tests.aws.validation.mutant import KINDS, Kind, Mutant, inserted
 from tests.aws.validation.mutant_player import MAX_STEPS, Goals, Played, play_mutant
 from tests.aws.validation.mutants import mutants_of
-from tests.aws.validation.mutation import main
+from tests.aws.validation.mutation import main, passport_of
 from tests.aws.validation.play import is_look
 from tests.aws.validation.resource_deeds import Request, deeds
 
@@ -228,11 +229,27 @@ def test_a_run_is_kept_gone_on_with_and_judged_by_its_bounds(
     assert "4 mutants, 1 played now" in printed and "wrongly paid" in printed and "state: - a thing" in printed
 
 
+def test_a_passport_counts_by_kind_what_was_wrongly_paid_and_refused() -> None:
+    results = [
+        record(achieved=True, equal=False),
+        record(achieved=False, equal=False),
+        record("blind", achieved=True, equal=True),
+        record("beside", achieved=False, equal=True),
+    ]
+    kinds = passport_of(results, "make mutation").kinds
+    assert kinds == {
+        "field": Counts(wrong=2, paid=1),
+        "blind": Counts(wrong=1, paid=1),
+        "beside": Counts(right=1, refused=1),
+    }
+
+
 def test_impossible_options_and_records_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "x.jsonl"
     broken.write_text('{"task_id": 1}\n{}\n')
     for arguments, text in (
         (("--most", "0"), "--most is at least 1"),
+        (("--templates", "101", "--passport"), "--passport is about all templates"),
         (("--templates", "99999"), "no task template has the id 99999"),
         (("--templates", "101", "--most", "1", "--output", str(broken)), "line 1"),
     ):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from realhf.api.passport import Counts, read_passport
 from realhf.env.__main__ import main
 from realhf.env.check.checker import Checker
 from realhf.env.check.command import Report
@@ -194,3 +195,19 @@ def test_the_command_ends_with_1_for_a_reward_that_is_bought_and_prints_json(
     assert main(["check", f"{BUYABLE}:Bought", "--mutate", "--most", "80", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"] and found["mutants"]["listed"] and "move(" in found["findings"][0]["line"]
+
+
+def test_what_was_found_is_kept_in_a_passport_beside_the_environment(tmp_path: Path) -> None:
+    own = tmp_path / "shelf.py"
+    own.write_text(BUYABLE.read_text())
+    command = ["check", f"{own}:Bought", "--mutate", "--most", "80", "--passport"]
+    assert main(command) == 1, "faults stay faults"
+    passport = read_passport(tmp_path / "Bought.passport.json")
+    assert passport is not None and passport.command.endswith("--most 80 --seed 0 --passport")
+    counts = sum(passport.kinds.values(), Counts())
+    assert counts.wrong > counts.paid > 0 < counts.right and "beside" in passport.kinds
+
+
+def test_a_passport_says_what_mutants_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{BUYABLE}:Bought", "--passport"]) == 2
+    assert "--mutate" in capsys.readouterr().err
