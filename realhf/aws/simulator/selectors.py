@@ -118,6 +118,10 @@ NARROWINGS = (
         f"{_REFERENCE}/AmazonCloudWatchLogs/latest/APIReference/API_DescribeMetricFilters.html",
     ),
     Narrowing(
+        "ec2", "DescribeVpcs", "Filter", ("vpcSet",), "isDefault", "equal",
+        f"{_REFERENCE}/AWSEC2/latest/APIReference/API_DescribeVpcs.html", "isDefault",
+    ),
+    Narrowing(
         "logs", "FilterLogEvents", "logStreamNamePrefix", ("events",), "logStreamName", "prefix",
         f"{_REFERENCE}/AmazonCloudWatchLogs/latest/APIReference/API_FilterLogEvents.html",
     ),

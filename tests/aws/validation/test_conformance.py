@@ -94,3 +94,14 @@ def test_filters_of_machines_leave_out_machines(slot: Slot) -> None:
     asked = f"Name=key-name,Values=one,two Name=instance-id,Values={first[1]}"
     assert ask(slot, f"ec2 describe-instances --filters {asked} {query}")[1].split() == first[1:]
     assert "Invalid availability zone" in ask(slot, "ec2 describe-availability-zones --zone-names us-east-1z")[2]
+
+
+@pytest.mark.sim
+def test_the_default_network_is_found_by_either_name_of_the_filter(slot: Slot) -> None:
+    """EC2 has always taken the name that stands in the answer; it was refused."""
+    ask(slot, "ec2 create-vpc --cidr-block 10.0.0.0/16")
+    query = "--query Vpcs[].IsDefault --output text"
+    for name in ("is-default", "isDefault"):
+        for value in ("true", "false"):
+            found = ask(slot, f"ec2 describe-vpcs --filters Name={name},Values={value} {query}")[1]
+            assert found.lower().split() == [value], name
