@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.shipped_policy import shipped_policy
+from experiments.shipped_policy import LESSONS, is_outdated, shipped_policy
 from realhf.api.config import ConfigError, ExperimentConfig, LoraConfig, OptimizerConfig, WarmStartConfig, run_folder
 from realhf.api.environment import DemonstrationRequest
 from realhf.api.experiment import ExperimentSpec, InterfaceType, JobSpec, MFCDef, ModelSpec, SourceSpec
@@ -84,6 +84,12 @@ def first_weights(config: Config) -> FirstWeights:
     return FirstWeights(config.actor.path)
 
 
+OUTDATED = (
+    "the policy that ships with the environment was taught by another prompt, other tasks or other scripts than there "
+    "are now, so the run makes one of its own first (python -m experiments.shipped_policy ships a new one)"
+)
+
+
 def warm_start(config: Config) -> ExperimentSpec:
     """A policy's training on demonstrations, of all its weights, found again by the content of all that it depends
     on; in place of the built-in policy's, the one that ships with the environment, where that was made from the
@@ -102,25 +108,50 @@ def warm_start(config: Config) -> ExperimentSpec:
     if config.actor.chat_template_kwargs:
         made_from["template"] = config.actor.chat_template_kwargs
     key = content_key({**made_from, "options": _training(options)}, files)
-    folder, artifact = run_folder(config) / f"warm_start-{key}", _cache(config) / f"policy-{key}"
+    folder = run_folder(config) / f"warm_start-{key}"
+    artifact = _cache(config) / f"policy-{key}"
+    advice: tuple[str, ...] = ()
     if config.actor.path == BUILTIN and options.shipped:
         ships = chosen_environment(config.env).spec.shipped_policy
-        artifact = shipped_policy(ships, warm_start_recipe(config)) or artifact
-    return replace(spec, name="warm_start", run_dir=folder, artifact=artifact)
+        recipe = warm_start_recipe(config) if ships is not None else {}
+        if (shipped := shipped_policy(ships, recipe)) is not None:
+            artifact = shipped
+        elif ships is not None and is_outdated(ships, recipe):
+            advice = (OUTDATED,)
+    return replace(spec, name="warm_start", run_dir=folder, artifact=artifact, advice=advice)
 
 
 def warm_start_recipe(config: Config) -> dict[str, Any]:
     """What the warm start of the built-in policy is made from, as far as a person chooses it: all but the seed, the
-    code and where files are kept."""
+    code and where files are kept; and what it is taught."""
     environment, options = chosen_environment(config.env), config.warm_start
     return {
         "environment": environment.reference,
         "demonstrations": _player(environment, _request(config, seed=0))[1],
+        LESSONS: _lessons_digest(environment),
         "model": {**to_json_value(config.builtin), "backend": config.actor.backend, "dtype": config.actor.dtype},
         "max_tokens": config.rollout.max_total_tokens,
         "template": config.actor.chat_template_kwargs,
         "training": _training(options),
     }
+
+
+_SAMPLE = DemonstrationRequest(episodes_per_task=2, seed=0, habit_fraction=0.5, recovery_fraction=0.5)
+"""One mistake that is stuck to and one that is recovered from, which ends in the solution, of each template."""
+
+
+def _lessons_digest(environment: ChosenEnvironment) -> str:
+    """Return the SHA-256 of the system prompt and of a sample of tasks and scripts: a policy that was taught others is
+    outdated, whatever the options of its warm start."""
+    spec = environment.spec
+    lessons: list[Any] = []
+    if spec.demonstrations is not None:
+        lessons += spec.demonstrations.scripts(_SAMPLE)
+    elif spec.demonstrate is not None:
+        for one in spec.demonstrate(_SAMPLE):
+            lessons.append([dict(one.task.payload), one.turns, one.learned])
+    told = [spec.system_prompt, *lessons]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def _training(options: WarmStartConfig) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from realhf.api.config import ConfigError
 from realhf.base.files import whole_folder
 
 PROVENANCE = "provenance.json"
+LESSONS = "lessons"
+"""What a policy was taught, in ``made_from``: a digest of the system prompt, the tasks and the scripts."""
 ONLY_THE_WARM_START = (
     "warm_start.shipped=false",
     "total_train_steps=1",
@@ -49,6 +51,16 @@ def shipped_policy(folder: Path | None, made_from: Mapping[str, Any]) -> Path | 
                 "package anew, or make a policy of your own with warm_start.shipped=false"
             )
     return folder
+
+
+def is_outdated(folder: Path, made_from: Mapping[str, Any]) -> bool:
+    """Return whether a policy that ships with an environment would be taken if it had been taught what is taught
+    today."""
+    if not (folder / PROVENANCE).is_file():
+        return False
+    shipped = json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))["made_from"]
+    asked = json.loads(json.dumps(made_from))
+    return shipped.pop(LESSONS, None) != asked.pop(LESSONS) and shipped == asked
 
 
 def file_digests(folder: Path) -> dict[str, str]:

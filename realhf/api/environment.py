@@ -211,10 +211,12 @@ class DemonstrationRequest:
 @dataclass(frozen=True)
 class DemonstrationProgram:
     """A program that plays demonstrations itself: ``python -m module --out FILE *argv(request)`` writes them as JSONL.
-    ``files`` and ``packages`` are what its result depends on, beside the modules that it imports."""
+    ``scripts`` returns what it would play, as values that can be written as JSON. ``files`` and ``packages`` are what
+    its result depends on, beside the modules that it imports."""
 
     module: str
     argv: Callable[[DemonstrationRequest], tuple[str, ...]]
+    scripts: Callable[[DemonstrationRequest], Iterable[Any]]
     files: tuple[Path, ...] = ()
     packages: tuple[str, ...] = ()
 

@@ -314,7 +314,8 @@ class RolloutSpec:
 class ExperimentSpec:
     """Holds the resolved experiment. ``environment`` is the server that episodes are played on (None: there is none);
     ``before`` holds whole experiments that run first, each skipped when its ``artifact`` exists; ``jobs`` are single
-    processes that run first; with ``rollout`` set, rollout workers stream the samples, asynchronously."""
+    processes that run first; with ``rollout`` set, rollout workers stream the samples, asynchronously. ``advice`` is
+    what the person who launches it is told first, a line each."""
 
     name: str
     models: Mapping[str, ModelSpec]
@@ -333,6 +334,7 @@ class ExperimentSpec:
     export_role: str | None = None
     artifact: Path | None = None
     log_keys: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
 
     @property
     def needs_env(self) -> bool:

@@ -39,6 +39,7 @@ from realhf.aws.messages import (
 )
 from realhf.aws.tasks.loader import ALL_BUT_TEN, THE_TEN, TrainingTasks, instantiate, load_templates, training_tags
 from realhf.aws.tasks.task import TIERS, TaskError
+from realhf.aws.training.scripts import HABIT, RECOVERY, write_scripts
 from realhf.base.files import matching_files
 from realhf.base.installation import PACKAGE
 from realhf.base.text import shorten
@@ -161,8 +162,8 @@ def environment_server(options: AwsOptions) -> EnvironmentService:
 T = TypeVar("T")
 SYSTEM_PROMPT = (
     "You operate an AWS account through the AWS CLI. Reply with exactly one command that starts with "
-    "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done. Leave "
-    "the account as the task asks and nothing else behind."
+    "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done. "
+    "Leave the account as asked and nothing else behind."
 )
 _METADATA_S = 20.0
 _NEVER_S = 3600.0
@@ -301,6 +302,7 @@ def build(options: AwsOptions) -> EnvironmentSpec:
         demonstrations=DemonstrationProgram(
             "realhf.aws.training.sft_data",
             lambda request: demonstration_arguments(options, request),
+            lambda request: demonstration_scripts(options, request),
             files=tuple(matching_files(PACKAGE, ("aws/tasks/**/*",))),
             packages=("ministack", "awscli"),
         ),
@@ -321,6 +323,24 @@ def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) 
     argv += ["--show-ids"] * options.show_ids
     argv += [f"--{name}" for name in ("slips", "phrasings") if getattr(options, name)]
     return tuple(argv)
+
+
+def demonstration_scripts(options: AwsOptions, request: DemonstrationRequest) -> Iterator[tuple[str, list[str]]]:
+    """Yield the description of each task that is demonstrated, and the commands of its episode."""
+    scripts = write_scripts(
+        request.episodes_per_task,
+        request.seed,
+        options.tiers,
+        tags=training_tags(options.tiers, options.tags, options.split),
+        split=options.split,
+        mix={RECOVERY: request.recovery_fraction, HABIT: request.habit_fraction},
+        learn_mistakes=True,
+        slips=options.slips,
+        rephrased=options.phrasings,
+        shown=options.observation_chars,
+    )
+    for script in scripts:
+        yield script.task.description, [line.command for line in script.lines]
 
 
 DEFINITION = EnvironmentDefinition(AwsOptions, build)

@@ -55,6 +55,8 @@ def _until_fence(lines: Iterable[str]) -> Iterator[str]:
         yield line
 
 
+HINT_COMMAND = "aws help --task-hint"
+"""An agent asks for a hint by it."""
 OBSERVATION_CHARS = 200
 """Largest number of characters by default: what a small model reads after every turn."""
 NO_COMMAND = "error: no command; reply with one line that starts with aws"

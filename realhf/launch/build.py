@@ -131,8 +131,10 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
 
 
 def advice(built: BuiltExperiment) -> Iterator[str]:
-    """What is allowed and probably a mistake: more memory than there is, and learning rates that are too large for a
-    pretrained model."""
+    """What the experiment says of itself, and what is allowed and probably a mistake: more memory than there is, and
+    learning rates that are too large for a pretrained model."""
+    for spec in (*built.spec.before, built.spec):
+        yield from spec.advice
     yield from shortages(*_memory(built))
     if is_builtin(built.config.actor.path):
         return

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.sft import warm_start, warm_start_recipe
+from experiments.sft import OUTDATED, warm_start, warm_start_recipe
 from experiments.shipped_policy import PROVENANCE, main, shipped_policy
 from realhf.api.config import ConfigError
+from realhf.aws.tasks.loader import instantiate
 from realhf.base.installation import IMPORT_ROOT, PACKAGE
 from realhf.launch.compose import compose_config
 
@@ -84,3 +85,21 @@ def test_a_file_that_was_not_shipped_is_refused(tmp_path):
 def test_an_environment_that_ships_none_is_one_line(capsys):
     assert main(["experiment=grpo", f"env.path={IMPORT_ROOT / 'docs/extend/examples/support_desk.py'}"]) == 2
     assert capsys.readouterr().err == "grpo: its environment says no folder for a policy that ships with it\n"
+
+
+@pytest.mark.parametrize("change", ["prompt", "task", "script"])
+def test_a_policy_that_was_taught_other_things_is_not_taken_and_that_is_said(monkeypatch, change):
+    if change == "prompt":
+        monkeypatch.setattr("realhf.aws.environment.SYSTEM_PROMPT", "You operate an AWS account.")
+    elif change == "task":
+        reworded = lambda template, seed, rephrased: instantiate(template, seed, rephrased=True)
+        monkeypatch.setattr("realhf.aws.training.scripts.instantiate", reworded)
+    else:
+        monkeypatch.setattr("realhf.aws.training.scripts.SHORTENED_SHARE", 0.0)
+    spec = warm_start(compose_config(AWS).config)
+    assert spec.artifact != SHIPPED[AWS] and spec.advice == (OUTDATED,)
+
+
+def test_a_policy_made_from_other_options_is_none_of_anybodys_mistakes():
+    assert warm_start(compose_config([*AWS, "env.tiers=[warmup]"]).config).advice == ()
+    assert warm_start(compose_config(AWS).config).advice == ()

@@ -42,12 +42,12 @@ from realhf.aws.grading.inventory import Inventory
 from realhf.aws.grading.reward import RewardMeter
 from realhf.aws.grading.snapshot import SnapshotError
 from realhf.aws.grading.tracker import Tracker
+from realhf.aws.messages import HINT_COMMAND
 from realhf.aws.real_aws.walked_account import RealAccountGrader
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.captures import fill_setup
 from realhf.aws.tasks.task import Task, TaskError
 
-HINT_COMMAND = "aws help --task-hint"
 LEVELS = 3
 
 

@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from realhf.aws.episode.episode import HINT_COMMAND, LEVELS
+from realhf.aws.episode.episode import LEVELS
 from realhf.aws.episode.player import EpisodePlayer, checked_action, checked_reset
 from realhf.aws.grading.reward import HINT_FACTOR
+from realhf.aws.messages import HINT_COMMAND
 from realhf.aws.playground.playground import Playground, PlaygroundSession, no_episode
 from realhf.aws.server_config import AwsServerConfig, simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool

@@ -11,7 +11,6 @@ import pytest
 
 from realhf.aws.episode.episode import (
     FINISHED,
-    HINT_COMMAND,
     LOST,
     Episode,
     EpisodeError,
@@ -21,6 +20,7 @@ from realhf.aws.episode.episode import (
 )
 from realhf.aws.episode.validation import play
 from realhf.aws.grading.criteria import Criteria, parse_criteria
+from realhf.aws.messages import HINT_COMMAND
 from realhf.aws.simulator.ministack_process import SIMULATOR_MEMORY_MB
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.loader import instantiate, load_templates

@@ -14,13 +14,14 @@ import pytest
 
 from realhf.aws.cli.policy import check_command
 from realhf.aws.episode.chaos import Chaos
-from realhf.aws.episode.episode import HINT_COMMAND, Episode, masked_task
+from realhf.aws.episode.episode import Episode, masked_task
 from realhf.aws.episode.validation import play
 from realhf.aws.episode.world import SlotState
 from realhf.aws.grading.criteria import ListedResource, Step, parse_criteria
 from realhf.aws.grading.grader import earns_credit, unspent_request, verified
 from realhf.aws.grading.reward import monotone_progress, score
 from realhf.aws.grading.tracker import Evidence, same_resource
+from realhf.aws.messages import HINT_COMMAND
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import instantiate, load_templates, mistakes
 from realhf.aws.tasks.task import Task

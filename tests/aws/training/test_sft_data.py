@@ -12,23 +12,24 @@ import pytest
 from realhf.api.environment import EnvironmentFailure
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.policy import check_command
-from realhf.aws.episode.episode import HINT_COMMAND
-from realhf.aws.messages import observation_text
+from realhf.aws.messages import HINT_COMMAND, observation_text
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.loader import TEN, instantiate, load_templates
-from realhf.aws.training.sft_data import (
+from realhf.aws.tasks.task import Task
+from realhf.aws.training.scripts import (
+    _REMOVALS,
     Line,
     Script,
     _required,
-    main,
     numbered,
-    play_all,
+    removal_of,
     slip,
     with_short_names,
     write_script,
     write_scripts,
 )
+from realhf.aws.training.sft_data import main, play_all
 from realhf.base.text import shorten
 
 STARTER = {"tags": ["starter"]}
@@ -96,12 +97,31 @@ def test_short_names_are_never_the_solution() -> None:
             assert with_short_names(task) != task.solution
 
 
+@pytest.mark.sim
+def test_what_a_mistake_made_is_removed_again(pool: MiniStackPool) -> None:
+    """Of each operation that a removal is known for, one first command under a shortened name, and what removes it."""
+    wrong: dict[str, tuple[Task, str]] = {}
+    for template in load_templates(split="train") + load_templates(split="heldout"):
+        task = instantiate(template.task_id, 3)
+        command = with_short_names(task)[0]
+        wrong.setdefault(" ".join(command.split(" ")[1:3]), (task, command))
+    removals = {name: removal for name, (_, command) in wrong.items() if (removal := removal_of(command))}
+    assert set(removals) == set(_REMOVALS)
+    scripts = [Script(wrong[name][0], "habit", numbered((wrong[name][1], removals[name]))) for name in removals]
+    failed = {}
+    for row in play_all(scripts, pool):
+        (_, made, removed) = [message["observation"] for message in row["messages"] if message["role"] == "user"]
+        if not (made["command_success"] and removed["command_success"]):
+            failed[row["task_id"]] = (made["error"], removed["error"])
+    assert not failed
+
+
 @pytest.mark.nightly
 @pytest.mark.sim
 def test_every_task_is_solved_after_a_mistake(pool: MiniStackPool) -> None:
     """What a mistake leaves behind is not damage to what the account held before: else the way back could not pay."""
     scripts = write_scripts(3, 2, mix={"recovery": 1.0}) + write_scripts(3, 2, mix={"recovery": 1.0}, split="heldout")
-    assert len(list(play_all(scripts, pool))) == len(scripts) == 3 * len(load_templates())
+    assert len(list(play_all(scripts, pool))) == len(scripts) == 3 * (len(load_templates()) - len(LOOKED_UP))
 
 
 @pytest.mark.slow
