@@ -163,7 +163,7 @@ def test_an_episode_has_one_row_unless_an_agent_or_dropped_reasoning_makes_more(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("experiment", "divisor"), [("grpo_aws", 40 * 4), ("grpo_aws_async", 40 * 4), ("grpo_stream_http", 640)]
+    ("experiment", "divisor"), [("grpo_aws", 40 * 5), ("grpo_aws_async", 40 * 5), ("grpo_stream_http", 640)]
 )
 def test_the_train_call_divides_by_what_was_checked(experiment: str, divisor: int):
     def trained(*options: str) -> PolicyGradientInterface:
