@@ -264,7 +264,12 @@ class Bench:
             self._ended += 1  # by one thread only
 
     def _play(self, play: Callable[[Slot], Any]) -> Any:
-        self._start()
+        try:
+            self._start()
+        except SimulatorLost:
+            if self._thread is None:
+                raise
+            self._start()  # it was lost while it came up, and many sessions may wait for it
         try:
             return play(self._slot)
         except Exception:

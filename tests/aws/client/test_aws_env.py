@@ -74,7 +74,7 @@ async def test_a_real_episode_is_resumed_where_its_session_was_lost(server: EnvS
             turns.append(await env.step(said[-1]))
             played.append([(turn.reward, turn.done, turn.metrics, turn.messages) for turn in turns])
             assert env.resumed == losses and env.failures == ({"lost": 1} if losses else {})
-        assert played[0] == played[1] and played[0][-1][2]["progress"] > 0.8, "chaos may have the last word"
+        assert played[0] == played[1] and played[0][-1][2]["progress"] > 0.6, "chaos may have the last word"
     await env.close()
 
 

@@ -171,8 +171,9 @@ s3 cp s3://survivor/k .aws/cli/alias
 configure set plugins.x evil
 configure set plugins.cli_legacy_plugin_path {marker}
 configure set cli.plugins evil
-[8 operation]
+[8 harmless]
 stepfunctions start-execution --state-machine-arn a
+[8 operation]
 apigateway test-invoke-method --rest-api-id a --resource-id b --http-method GET
 [9 harmless]
 s3 ls s3://sibling-secret

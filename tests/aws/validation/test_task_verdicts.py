@@ -203,7 +203,8 @@ def test_a_namesake_is_in_nobodys_way(episode: Episode) -> None:
     task = instantiate(311, SEED)
     tag = f'--tag-specifications "ResourceType=vpc,Tags=[{{Key=Name,Value={task.params["name"]}}}]"'
     commands = after(f"aws ec2 create-vpc --cidr-block 10.99.0.0/16 {tag}", task.solution)
-    assert play(episode, task, commands) == (True, 1.0)
+    assert not play(episode, task, commands)[0], "the other network is left behind"
+    assert play(episode, task, [*commands, "aws ec2 delete-vpc --vpc-id ${step1:Vpc.VpcId}"]) == (True, 1.0)
     alike = after(f"aws ec2 create-vpc --cidr-block {task.params['net']}.0.0/16 {tag}", task.solution)
     elsewhere = [line.replace("step2:Vpc", "step1:Vpc") if "security-group " in line else line for line in alike]
     assert elsewhere != alike and not play(episode, task, elsewhere)[0], "the firewall is in the other network"
@@ -227,7 +228,9 @@ def test_what_belongs_together_is_looked_up_together(episode: Episode) -> None:
     task = instantiate(313, SEED)
     other = 'aws ec2 create-security-group --group-name other --description other --vpc-id "${setup1:Vpc.VpcId}"'
     lines = after(other, task.solution)
-    assert play(episode, task, lines) == (True, 1.0)
+    assert not play(episode, task, lines)[0], "the other group is left behind"
+    removal = "aws ec2 delete-security-group --group-id ${step1:GroupId}"
+    assert play(episode, task, [*lines, removal]) == (True, 1.0)
     assert not play(episode, task, [re.sub(r"(--security-groups \$\{step)2", r"\g<1>1", line) for line in lines])[0]
     task = instantiate(320, SEED)
     stranger = [
@@ -237,6 +240,7 @@ def test_what_belongs_together_is_looked_up_together(episode: Episode) -> None:
     task = instantiate(314, SEED)
     wrong = "aws route53 create-health-check --caller-reference wrong --health-check-config "
     wrong += f"Type=HTTP,FullyQualifiedDomainName=www.{task.params['name']}.example,Port=80"
-    assert play(episode, task, after(wrong, task.solution)) == (True, 1.0)
+    removal = "aws route53 delete-health-check --health-check-id ${step1:HealthCheck.Id}"
+    assert play(episode, task, [*after(wrong, task.solution), removal]) == (True, 1.0)
     by_mail = [line.replace("--validation-method DNS", "--validation-method EMAIL") for line in task.solution]
     assert not play(episode, task, by_mail)[0]
