@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+READ_PREFIXES = (
+    "Get", "List", "Describe", "Head", "BatchGet", "Query", "Scan", "Search", "Lookup", "Filter", "TransactGet",
+    "AdminGet", "AdminList", "AssumeRole",
+)  # fmt: skip
+"""How the names of operations begin that only look, as the API has them."""
 _OPERATIONS = {
     "acm": "request-certificate list-certificates describe-certificate delete-certificate add-tags-to-certificate "
     "list-tags-for-certificate remove-tags-from-certificate",

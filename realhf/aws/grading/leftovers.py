@@ -48,6 +48,10 @@ _GRANTS = frozenset(
     | {"AWS::SQS::QueuePolicy"}
 )
 """Types of a template that are part of another resource, where they are judged; what names them says nothing."""
+_RETAINS = "Retain"
+"""In a template or a request, keeps what a stack made under a name that nobody else has said, and forgets it."""
+_LOG_GROUP_OF_FUNCTION = re.compile(r'\\?"LogGroup\\?": ?\\?"[^"]*"')
+"""What a function says of the group that Lambda makes for it, in every answer about the function."""
 _PARTS = re.compile(r"[/:|]")
 _OWN_TOKEN = re.compile(f"{DRAWN}{OWN}([^{END_DRAWN}]*){END_DRAWN}")
 
@@ -60,8 +64,9 @@ def left_over(own: Mapping[Key, Sequence[Leaf]], there: Iterable[Leaf], wanted: 
     judged = {key for key in own.keys() - past if not (is_setting(key) or _goes_with(key, own[key], past))}
     stacks = {key for key in judged if key[:2] == _STACK}
     declared = "\n".join(leaf[2] for key in stacks for leaf in own[key])
-    made = judged - stacks if said is not None else set()
-    made = {key for key in made if not _is_named(key, said or "", declared)}
+    made = judged - stacks if said is not None and _RETAINS not in said else set()
+    said = _LOG_GROUP_OF_FUNCTION.sub("", said or "")
+    made = {key for key in made if not _is_named(key, said, declared)}
     known = [*there]
     left = judged - stacks - _by_services(made, own, {key for key, _, _, _ in known})
     return left | {key for key in stacks if not _declares_what_is_asked(own[key], known, wanted, left)}

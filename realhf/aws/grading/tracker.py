@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jmespath
 
+from realhf.aws.cli.command_table import READ_PREFIXES
 from realhf.aws.cli.pinned_http import REGION
 from realhf.aws.tasks.task import ACCOUNT_ID
 
@@ -203,10 +204,6 @@ def has_effect(operation: str, wanted_operation: str) -> bool:
     return operation == wanted_operation or operation in _EFFECTS.get(wanted_operation, frozenset())
 
 
-_READ_PREFIXES = (
-    "Get", "List", "Describe", "Head", "BatchGet", "Query", "Scan", "Search", "Lookup", "Filter", "TransactGet",
-    "AdminGet", "AdminList", "AssumeRole",
-)  # fmt: skip
 _STATEMENTS: Mapping[str, str] = {
     "dynamodb:BatchExecuteStatement": "Statements[].Statement",
     "dynamodb:ExecuteStatement": "[Statement]",
@@ -418,7 +415,7 @@ def is_read(operation: str, params: Mapping[str, Any] = MappingProxyType({})) ->
     if operation in _STATEMENTS:
         statements = jmespath.search(_STATEMENTS[operation], params) or [""]
         return all(isinstance(one, str) and one.lstrip().upper().startswith("SELECT") for one in statements)
-    return operation.partition(":")[2].startswith(_READ_PREFIXES)
+    return operation.partition(":")[2].startswith(READ_PREFIXES)
 
 
 def _met_existing(deed: Evidence, present: frozenset[tuple[str, str]]) -> bool:

@@ -29,6 +29,7 @@ from http import HTTPStatus
 from typing import Any, cast
 from urllib.parse import unquote, unquote_plus
 
+from realhf.aws.cli.command_table import READ_PREFIXES
 from realhf.aws.cli.pinned_http import BadHttp, RequestHead, check_field, is_internal_path, parse_request_head
 from realhf.aws.simulator.account_state import AccountState, ModuleSwitches, TooLarge
 from realhf.base.loopback import is_loopback_authority
@@ -41,7 +42,8 @@ _ACTION = re.compile(rb"(?:^|&)Action=([A-Za-z0-9]+)")
 _FORM_BYTES = 4096
 KEPT_BYTES = 256 << 10
 """Most bytes of requests and answers that are kept between two resets."""
-_UNICODE = re.compile(r"\\u([0-9a-fA-F]{4})")
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")
 
 
 class ParsedRequests:
@@ -78,15 +80,15 @@ class ParsedRequests:
             }
         )
 
-    def answered(self, entrance: str, head: RequestHead, body: bytes, answer: bytes) -> None:
+    def keep(self, entrance: str, head: RequestHead, body: bytes, answer: bytes) -> None:
         """Keep what a request of the port and its answer say, unless it only reads."""
-        reads = head.method in ("GET", "HEAD") or _operation(head, body).startswith(("Describe", "List", "Get"))
+        reads = head.method in ("GET", "HEAD") or _operation(head, body).startswith(READ_PREFIXES)
         if entrance != "port" or reads:
             return
         said = head.target + b"\n" + body + b"\n" + answer.partition(b"\r\n\r\n")[2]
         self._left -= len(said)
         if self._left >= 0:
-            self._said.append(_plain(said.decode("utf-8", "replace")))
+            self._said.append(_readings(said.decode("utf-8", "replace")))
 
     def said(self) -> str | None:
         """Return what was kept since the last reset; None where it was too much."""
@@ -108,10 +110,17 @@ class ParsedRequests:
         return {"count": self.count, "entrances": self.entrances, "refused": self.refused, "requests": recent}
 
 
-def _plain(text: str) -> str:
-    """Return a text followed by what it says once escapes of URLs, of JSON and of XML are undone."""
-    unescaped = _UNICODE.sub(lambda match: chr(int(match[1], 16)), unescape(unquote_plus(text)).replace("\\/", "/"))
-    return text if unescaped == text else f"{text}\n{unescaped}"
+def _readings(text: str) -> str:
+    """Return all that a text may say, as it is and with escapes undone: of URLs, of XML, and of JSON, twice for a
+    document within a document. A name may look like an escape itself, so no reading takes another's place."""
+    found = {text: None}
+    for undo in (unquote_plus, unescape, _without_escapes, _without_escapes):
+        found |= {undo(one): None for one in [*found]}
+    return "\n".join(found)
+
+
+def _without_escapes(text: str) -> str:
+    return _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else _CONTROLS.get(match[2], match[2]), text)
 
 
 def _operation(head: RequestHead, body: bytes) -> str:
@@ -227,7 +236,6 @@ class HttpConnection(asyncio.Protocol):
         try:
             await self._app(_scope(head), receive, response.send)
             data = response.to_bytes()
-            self._parsed.answered(self._entrance, head, body, data)
         except BadHttp as error:
             self._parsed.refuse(f"an answer: {error}")
             data = _REASONS[500] + b"content-length: 0\r\n\r\n"
@@ -235,6 +243,7 @@ class HttpConnection(asyncio.Protocol):
             told = self._entrance == "owner" and head.method != "HEAD"
             said = f"{type(error).__name__}: {error}".encode(errors="replace") if told else b""
             data = _REASONS[500] + b"content-length: %d\r\n\r\n" % len(said) + said
+        self._parsed.keep(self._entrance, head, body, data)  # also of one that failed, which may have made something
         if data.startswith(b"HTTP/1.1 5"):
             _end_if_exhausted()
         self._task = None

@@ -142,6 +142,16 @@ AFTER: dict[int, tuple[list[str], list[str]]] = {
     ),
 }
 """The same, before the last command of the solution: it names what the solution made."""
+COMPOSED: dict[str, list[str]] = {
+    "retained by a stack that is deleted": [
+        "aws cloudformation create-stack --stack-name ours --template-body '"
+        '{"Resources":{"Kept":{"Type":"AWS::SSM::Parameter","DeletionPolicy":"Retain","Properties":'
+        '{"Name":{"Fn::Join":["",["no","te"]]},"Type":"String","Value":"{name}"}}}}\'',
+        "aws cloudformation delete-stack --stack-name ours",
+    ],
+    "under a name that JSON escapes": ["aws ssm put-parameter --name 'no\"te' --type String --value {name}"],
+}
+"""Resources of which no request has the name as it is, and that name what is known, as what a service makes does."""
 
 
 def play(slot: Slot, template_id: int, lines: Sequence[str], place: int) -> Run:
@@ -162,3 +172,18 @@ def test_what_is_left_behind_is_never_achieved_and_what_is_removed_costs_nothing
     left = play(slot, template_id, made, place)
     assert not left.achieved and left.score < 1.0
     assert play(slot, template_id, [*made, *removed], place).score == 1.0
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("made", COMPOSED.values(), ids=COMPOSED)
+def test_what_is_left_behind_counts_whoever_puts_its_name_together(slot: Slot, made: list[str]) -> None:
+    assert not play(slot, 201, made, 1).achieved
+
+
+@pytest.mark.sim
+def test_whoever_tries_a_function_and_looks_at_its_log_leaves_nothing_behind(slot: Slot) -> None:
+    tried = [
+        "aws lambda invoke --function-name {name} answer.json",
+        "aws logs filter-log-events --log-group-name /aws/lambda/{name}",
+    ]
+    assert play(slot, 405, tried, 1).score == 1.0
