@@ -37,9 +37,9 @@ from realhf.aws.messages import (
     told,
     told_people,
 )
+from realhf.aws.scripts import HABIT, RECOVERY, write_scripts
 from realhf.aws.tasks.loader import ALL_BUT_TEN, THE_TEN, TrainingTasks, instantiate, load_templates, training_tags
 from realhf.aws.tasks.task import TIERS, TaskError
-from realhf.aws.training.scripts import HABIT, RECOVERY, write_scripts
 from realhf.base.files import matching_files
 from realhf.base.installation import PACKAGE
 from realhf.base.text import shorten

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from realhf.aws.scripts import write_scripts
 from realhf.aws.tasks.loader import TEN, load_templates, phrasings
-from realhf.aws.training.scripts import write_scripts
 from realhf.base.hf_config import size_of, trainer_memory
 from realhf.launch import allocation
 from realhf.launch.allocation import GIB, needs_of

@@ -93,9 +93,9 @@ def test_a_policy_that_was_taught_other_things_is_not_taken_and_that_is_said(mon
         monkeypatch.setattr("realhf.aws.environment.SYSTEM_PROMPT", "You operate an AWS account.")
     elif change == "task":
         reworded = lambda template, seed, rephrased: instantiate(template, seed, rephrased=True)
-        monkeypatch.setattr("realhf.aws.training.scripts.instantiate", reworded)
+        monkeypatch.setattr("realhf.aws.scripts.instantiate", reworded)
     else:
-        monkeypatch.setattr("realhf.aws.training.scripts.SHORTENED_SHARE", 0.0)
+        monkeypatch.setattr("realhf.aws.scripts.SHORTENED_SHARE", 0.0)
     spec = warm_start(compose_config(AWS).config)
     assert spec.artifact != SHIPPED[AWS] and spec.advice == (OUTDATED,)
 

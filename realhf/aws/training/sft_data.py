@@ -27,11 +27,11 @@ from realhf.api.environment import AssistantMessage, ChatMessage, Environment, O
 from realhf.api.generation import TokenSource
 from realhf.aws.episode.pooled_environment import MESSAGE_TIMEOUT_S, pooled_environment
 from realhf.aws.messages import OBSERVATION_CHARS, episode_task
+from realhf.aws.scripts import DEFAULT_MIX, HABIT, KINDS, Script, write_scripts
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import fill_setup, resolve
 from realhf.aws.tasks.loader import TEMPLATE_SPLITS
 from realhf.aws.tasks.task import TaskError
-from realhf.aws.training.scripts import DEFAULT_MIX, HABIT, KINDS, Script, write_scripts
 from realhf.base import event_loops
 from realhf.base.files import whole_file
 from realhf.rollout.episode import EpisodeRequest, Witness, play_episode

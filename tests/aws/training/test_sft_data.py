@@ -13,11 +13,7 @@ from realhf.api.environment import EnvironmentFailure
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.policy import check_command
 from realhf.aws.messages import HINT_COMMAND, observation_text
-from realhf.aws.simulator.pool import MiniStackPool, Slot
-from realhf.aws.tasks.captures import resolve
-from realhf.aws.tasks.loader import TEN, instantiate, load_templates
-from realhf.aws.tasks.task import Task
-from realhf.aws.training.scripts import (
+from realhf.aws.scripts import (
     _REMOVALS,
     Line,
     Script,
@@ -29,6 +25,10 @@ from realhf.aws.training.scripts import (
     write_script,
     write_scripts,
 )
+from realhf.aws.simulator.pool import MiniStackPool, Slot
+from realhf.aws.tasks.captures import resolve
+from realhf.aws.tasks.loader import TEN, instantiate, load_templates
+from realhf.aws.tasks.task import Task
 from realhf.aws.training.sft_data import main, play_all
 from realhf.base.text import shorten
 
