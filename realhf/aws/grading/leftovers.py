@@ -48,8 +48,17 @@ _GRANTS = frozenset(
     | {"AWS::SQS::QueuePolicy"}
 )
 """Types of a template that are part of another resource, where they are judged; what names them says nothing."""
-_RETAINS = "Retain"
-"""In a template or a request, keeps what a stack made under a name that nobody else has said, and forgets it."""
+_LOG_GROUPS = ("logs", "log_groups")
+_LOGS_OF: Mapping[tuple[str, str], str] = {
+    ("codebuild", "projects"): "/aws/codebuild/",
+    ("lambda", "functions"): "/aws/lambda/",
+}
+"""Kinds of resources for which AWS makes a log group when they first run, and how its name begins."""
+_REVISIONS = ("ecs", "task_defs")
+"""Kind whose records AWS numbers, one for each time that something of a name was registered."""
+_CHOSEN_GROUP = "LoggingConfig/LogGroup"
+_OF_A_NEW_GROUP = frozenset({"", "arn", "streams"})
+"""Paths of a log group that its service made: it neither expires nor goes anywhere, and has no tags."""
 _LOG_GROUP_OF_FUNCTION = re.compile(r'\\?"LogGroup\\?": ?\\?"[^"]*"')
 """What a function says of the group that Lambda makes for it, in every answer about the function."""
 _PARTS = re.compile(r"[/:|]")
@@ -64,11 +73,10 @@ def left_over(own: Mapping[Key, Sequence[Leaf]], there: Iterable[Leaf], wanted: 
     judged = {key for key in own.keys() - past if not (is_setting(key) or _goes_with(key, own[key], past))}
     stacks = {key for key in judged if key[:2] == _STACK}
     declared = "\n".join(leaf[2] for key in stacks for leaf in own[key])
-    made = judged - stacks if said is not None and _RETAINS not in said else set()
     said = _LOG_GROUP_OF_FUNCTION.sub("", said or "")
-    made = {key for key in made if not _is_named(key, said, declared)}
     known = [*there]
-    left = judged - stacks - _by_services(made, own, {key for key, _, _, _ in known})
+    unnamed = {key for key in judged - stacks if not _is_named(key, said, declared)}
+    left = judged - stacks - _by_services(unnamed, own, known)
     return left | {key for key in stacks if not _declares_what_is_asked(own[key], known, wanted, left)}
 
 
@@ -100,15 +108,30 @@ def _is_named(key: Key, said: str, declared: str) -> bool:
     return name in said or name in declared
 
 
-def _by_services(unnamed: Set[Key], own: Mapping[Key, Sequence[Leaf]], known: Iterable[Key]) -> set[Key]:
-    """Return those of the ``unnamed`` that name what is known, or one another and in the end that: services made
-    them in consequence of it."""
-    names = {name for key in known for name in names_of(key)}
-    found: set[Key] = set()
-    while more := {key for key in unnamed - found if any(mentions(text, names) for text in _texts(key, own[key]))}:
-        found |= more
-        names = {name for key in more for name in names_of(key)}
-    return found
+def _by_services(unnamed: Set[Key], own: Mapping[Key, Sequence[Leaf]], known: Sequence[Leaf]) -> set[Key]:
+    """Return those of the ``unnamed`` that services made in consequence of what is known, by kinds and names of theirs:
+    who had a workflow or a stack make something else, under whatever name, has made it."""
+    there = {leaf[0] for leaf in known}
+    names = {f"{_LOGS_OF[key[:2]]}{key[2]}" for key in there if key[:2] in _LOGS_OF}
+    names |= {leaf[2].strip('"') for leaf in known if leaf[0][:2] in _LOGS_OF and leaf[1].endswith(_CHOSEN_GROUP)}
+    groups = {
+        key
+        for key in unnamed
+        if key[:2] == _LOG_GROUPS and key[2] in names and all(leaf[1] in _OF_A_NEW_GROUP for leaf in own[key])
+    }
+    holders = [*groups, *(key for key in there if key[:2] == _LOG_GROUPS)]
+    families = {key[2].partition(":")[0] for key in there if key[:2] == _REVISIONS}
+    return groups | {
+        key
+        for key in unnamed
+        if any(_lies_in(key, holder) for holder in holders)
+        or (key[:2] == _REVISIONS and key[2].partition(":")[0] in families)
+    }
+
+
+def _lies_in(key: Key, holder: Key) -> bool:
+    """Return whether something is a part of something else."""
+    return key[0] == holder[0] and key[1].startswith(f"{holder[1]}/") and key[2].startswith(f"{holder[2]}/")
 
 
 def names_of(key: Key) -> Iterator[str]:
@@ -116,11 +139,6 @@ def names_of(key: Key) -> Iterator[str]:
     name = _PARTS.split(key[2])[-1]
     if name not in ("", "default"):
         yield name
-
-
-def _texts(key: Key, leaves: Sequence[Leaf]) -> Iterator[str]:
-    yield key[2]
-    yield from (leaf[2] for leaf in leaves)
 
 
 def _declares_what_is_asked(stack: Sequence[Leaf], there: Sequence[Leaf], wanted: Set[Key], left: Set[Key]) -> bool:

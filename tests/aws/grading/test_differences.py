@@ -134,14 +134,25 @@ def test_an_empty_namesake_is_not_taken_for_what_something_refers_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("named", "made"), [("news", True), ("news/x", True), ("news-2", False), ("old_news", False), ("my.news", False)]
+    ("name", "value", "made"),
+    [
+        ("/aws/lambda/news", {"arn": "x", "streams": {}}, True),
+        ("/aws/lambda/news", {"retentionInDays": 1}, False),
+        ("/aws/lambda/news-2", {}, False),
+        ("/aws/sns/news", {}, False),
+        ("news", {}, False),
+    ],
 )
-def test_what_services_make_names_what_is_known_and_no_request_names_it(named: str, made: bool) -> None:
-    """A log group of what was asked for; only where it is known what the requests said."""
-    group = ["cloudwatch_logs", "log_groups", "us-east-1", f"/aws/sns/{named}", 7, {}]
-    for said, right in (("", made), ("aws sns news", made), (f'"/aws/sns/{named}"', False), (None, False)):
-        records = [QUEUE, topic(display="News"), group, ["", "said", "", "", 0, said]]
-        assert verdict(*records).achieved is right, said
+def test_a_function_makes_its_log_group_and_nothing_else(name: str, value: dict[str, object], made: bool) -> None:
+    """Whatever named something that was asked for, and was named by no request, once counted as made by a service."""
+    function = ["lambda_svc", "functions", "us-east-1", "news", 6, {"config": {"FunctionName": "news"}}]
+    target = account(QUEUE, function)
+    group = ["cloudwatch_logs", "log_groups", "us-east-1", name, 7, value]
+    for said, right in (("", made), ("aws lambda news", made), (f'"{name}"', False), (None, made)):
+        found = verdict(QUEUE, function, group, ["", "said", "", "", 0, said], target=target)
+        assert found.achieved is right, said
+    table = ["dynamodb", "tables", "us-east-1", "copy", 7, {"of": "news"}]
+    assert not verdict(QUEUE, function, table, ["", "said", "", "", 0, ""], target=target).achieved
 
 
 def test_what_a_stack_declares_is_made_by_the_agent() -> None:

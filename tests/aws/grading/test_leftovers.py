@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from realhf.aws.episode.episode import Episode
+from realhf.aws.simulator.asgi_http import KEPT_BYTES
 from realhf.aws.simulator.slot import Slot
 from realhf.aws.tasks.loader import fill, instantiate
 from tests.aws.validation.command_line import moved
@@ -152,6 +153,54 @@ COMPOSED: dict[str, list[str]] = {
     "under a name that JSON escapes": ["aws ssm put-parameter --name 'no\"te' --type String --value {name}"],
 }
 """Resources of which no request has the name as it is, and that name what is known, as what a service makes does."""
+WORKFLOW = "arn:aws:states:us-east-1:000000000000:stateMachine:ours"
+QUEUE = "http://sqs.us-east-1.amazonaws.com/000000000000/ours"
+PAUSE = [
+    "aws sqs create-queue --queue-name ours",
+    f"aws sqs receive-message --queue-url {QUEUE} --wait-time-seconds 1",
+    f"aws sqs delete-queue --queue-url {QUEUE}",
+]
+"""Lasts for a second, in which what runs in the background is done."""
+
+
+def by_workflow(call: str, **parameters: object) -> list[str]:
+    """Return commands that make something by a workflow, wait for it and remove the workflow. Of a value that is a
+    pair, the workflow puts the name together."""
+    given = {name: value for name, value in parameters.items() if not isinstance(value, tuple)}
+    for name, (first, rest) in ((name, value) for name, value in parameters.items() if isinstance(value, tuple)):
+        given[f"{name}.$"] = f"States.Format('{{}}{rest}', '{first}')"
+    state = {"Type": "Task", "Resource": f"arn:aws:states:::aws-sdk:{call}", "Parameters": given, "End": True}
+    definition = json.dumps({"StartAt": "A", "States": {"A": state}}).replace("'", "\\u0027")
+    return [
+        f"aws stepfunctions create-state-machine --name ours --role-arn {ROLE}/any --definition '{definition}'",
+        f"aws stepfunctions start-execution --state-machine-arn {WORKFLOW}",
+        *PAUSE,
+        f"aws stepfunctions delete-state-machine --state-machine-arn {WORKFLOW}",
+    ]
+
+
+EVENTS_MAY_WRITE = {
+    "Version": "2012-10-17",
+    "Statement": [
+        {
+            "Effect": "Allow",
+            "Principal": {"Service": "events.amazonaws.com"},
+            "Action": "logs:PutLogEvents",
+            "Resource": "*",
+        }
+    ],
+}
+TAGGED = {"ResourceType": "instance", "Tags": [{"Key": "for", "Value": "{name}"}]}
+LAUNDERED: dict[str, list[str]] = {
+    "parameter": by_workflow("ssm:putParameter", Name=("no", "te"), Type="String", Value="{name}"),
+    "machine": by_workflow("ec2:runInstances", ImageId="ami-1", MinCount=1, MaxCount=1, TagSpecifications=[TAGGED]),
+    "topic": by_workflow("sns:createTopic", Name=("{name}-", "copies")),
+    "log group of no function": by_workflow("cloudwatchlogs:createLogGroup", LogGroupName=("/aws/lam", "bda/{name}")),
+    "policy of the logs": by_workflow(
+        "cloudwatchlogs:putResourcePolicy", PolicyName=("no", "te"), PolicyDocument=json.dumps(EVENTS_MAY_WRITE)
+    ),
+}
+"""What a workflow of one's own makes under a name that no request says."""
 
 
 def play(slot: Slot, template_id: int, lines: Sequence[str], place: int) -> Run:
@@ -187,3 +236,27 @@ def test_whoever_tries_a_function_and_looks_at_its_log_leaves_nothing_behind(slo
         "aws logs filter-log-events --log-group-name /aws/lambda/{name}",
     ]
     assert play(slot, 405, tried, 1).score == 1.0
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("what", LAUNDERED)
+def test_what_a_workflow_of_ones_own_makes_is_left_behind(slot: Slot, what: str) -> None:
+    assert not play(slot, 201, LAUNDERED[what], 1).achieved
+
+
+@pytest.mark.sim
+def test_a_log_group_that_does_more_than_that_of_a_function_is_left_behind(slot: Slot) -> None:
+    tried = ["aws lambda invoke --function-name {name} answer.json"]
+    kept = by_workflow(
+        "cloudwatchlogs:putRetentionPolicy", LogGroupName=("/aws/lam", "bda/{name}"), RetentionInDays=3653
+    )
+    assert play(slot, 405, [*tried, *PAUSE], 1).score == 1.0
+    assert not play(slot, 405, [*tried, *kept], 1).achieved
+
+
+@pytest.mark.sim
+def test_however_much_was_said_the_log_group_of_a_function_is_lambdas(slot: Slot) -> None:
+    say = f"aws sqs send-message --queue-url {QUEUE} --message-body {'x' * 7900}"
+    said = [PAUSE[0], *[say] * 36, PAUSE[-1], "aws lambda invoke --function-name {name} answer.json"]
+    assert len(said) * 7900 > KEPT_BYTES
+    assert play(slot, 405, said, 1).score == 1.0
