@@ -44,10 +44,13 @@ _ENDS_WITH_IT = '"DeleteOnTermination":"true"'
 _STACK = ("cloudformation", "stacks")
 _DECLARED = re.compile(r"^_resources/[^/]+/PhysicalResourceId$")
 _GRANTS = frozenset(
-    {"AWS::IAM::Policy", "AWS::Lambda::Permission", "AWS::S3::BucketPolicy", "AWS::SNS::TopicPolicy"}
-    | {"AWS::SQS::QueuePolicy"}
+    {
+        *("AWS::IAM::ManagedPolicy", "AWS::IAM::Policy", "AWS::IAM::RolePolicy", "AWS::Lambda::Permission"),
+        *("AWS::S3::BucketPolicy", "AWS::SNS::TopicInlinePolicy", "AWS::SNS::TopicPolicy"),
+        *("AWS::SQS::QueueInlinePolicy", "AWS::SQS::QueuePolicy"),
+    }
 )
-"""Types of a template that are part of another resource, where they are judged; what names them says nothing."""
+"""Types of a template that are judged as grants, where they take effect; what names them says nothing."""
 _LOG_GROUPS = ("logs", "log_groups")
 _LOGS_OF: Mapping[tuple[str, str], str] = {
     ("codebuild", "projects"): "/aws/codebuild/",

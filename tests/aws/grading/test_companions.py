@@ -227,6 +227,42 @@ def test_a_new_role_may_trust_a_service_for_its_source_alone(slot: Slot, templat
             assert (run.achieved, run.score == 1.0) == (right, right), (line, episode.missing())
 
 
+def role_by_template(name: str, kind: str, resource: str, **more: object) -> str:
+    """Return the command by which a stack makes the role of template 301 and a policy of a type for it."""
+    trust = {"Effect": "Allow", "Principal": {"Service": "lambda.amazonaws.com"}, "Action": "sts:AssumeRole"}
+    role = {"RoleName": name, "AssumeRolePolicyDocument": {"Version": "2012-10-17", "Statement": [trust]}}
+    statements = grant("logs:CreateLogStream logs:PutLogEvents", resource)
+    policy = {"PolicyDocument": {"Version": "2012-10-17", "Statement": statements}, "Roles": [{"Ref": "R"}], **more}
+    resources = {
+        "R": {"Type": "AWS::IAM::Role", "Properties": role},
+        "P": {"Type": f"AWS::IAM::{kind}", "Properties": policy},
+    }
+    body = json.dumps({"Resources": resources})
+    return (
+        f"aws cloudformation create-stack --stack-name s --capabilities CAPABILITY_NAMED_IAM --template-body '{body}'"
+    )
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Policy", {"PolicyName": "least"}),
+        ("ManagedPolicy", {"ManagedPolicyName": "least"}),
+        ("ManagedPolicy", {}),
+    ],
+)
+def test_the_least_grant_by_a_template_is_paid_and_more_is_not(slot: Slot, kind: str, more: dict[str, str]) -> None:
+    """The stack of a managed policy was left behind, though the policy was a companion."""
+    task = instantiate(301, 0)
+    name = str(task.params["name"])
+    for resource, right in ((f"/aws/lambda/{name}:*", True), ("*", False)):
+        line = role_by_template(name, kind, f"arn:aws:logs:{AT}:log-group:{resource}", **more)
+        run = run_commands(Episode(slot, 64), task, [line, *task.solution[1:]])
+        assert not run.failures
+        assert (run.achieved, run.score == 1.0) == (right, right)
+
+
 def test_every_row_names_the_page_of_aws_and_reads_its_record() -> None:
     for row in wirings():
         assert row.aws.startswith("https://docs.aws.amazon.com/"), row.name
