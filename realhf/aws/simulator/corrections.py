@@ -32,6 +32,7 @@ def install() -> None:
         _forward_to_one_group,
         _make_by_template_as_by_request,
         _know_sets_by_name,
+        _end_workflows_with_their_machine,
         _refuse_what_names_nothing,
     ):
         try:
@@ -93,6 +94,24 @@ def _know_sets_by_name() -> None:
         return original(request)
 
     waf._get_ip_set = found
+
+
+def _end_workflows_with_their_machine() -> None:
+    """End the executions of a state machine that is deleted at their next transition: MiniStack forgets them, and they
+    go on.
+
+    https://docs.aws.amazon.com/step-functions/latest/apireference/API_DeleteStateMachine.html
+    """
+    workflows = _module("stepfunctions")
+    delete = workflows._delete_state_machine
+
+    def deleted(request: Mapping[str, Any]) -> Answer:
+        for execution in workflows._executions.values():
+            if execution["stateMachineArn"] == request.get("stateMachineArn") and execution["status"] == "RUNNING":
+                execution["status"] = "ABORTED"
+        return delete(request)
+
+    workflows._delete_state_machine = deleted
 
 
 def _know_groups_by_name() -> None:
@@ -164,7 +183,8 @@ def _match_families() -> None:
     create = rds._ACTION_MAP["CreateDBInstance"]
 
     def created(request: Parameters) -> Answer:
-        name, engine = rds._p(request, "DBParameterGroupName"), rds._p(request, "Engine")
+        name = rds._p(request, "DBParameterGroupName")
+        engine = rds._p(request, "Engine")
         group = rds._param_groups.get(name)
         version = rds._p(request, "EngineVersion") or rds._default_engine_version(engine)
         family = f"postgres{version.partition('.')[0]}"
@@ -209,7 +229,8 @@ def _make_by_template_as_by_request() -> None:
     https://docs.aws.amazon.com/amazondynamodb/latest/APIReference/API_ProvisionedThroughputDescription.html
     """
     made = importlib.import_module("ministack.services.cloudformation.provisioners")
-    sns, dynamodb = _module("sns"), _module("dynamodb")
+    sns = _module("sns")
+    dynamodb = _module("dynamodb")
 
     def topic(arn: str, properties: Mapping[str, Any]) -> None:
         attributes = sns._topics[arn]["attributes"]
@@ -419,6 +440,7 @@ def _refuse_what_names_nothing() -> None:
     https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_CreateTargetGroup.html
     https://docs.aws.amazon.com/lambda/latest/api/API_CreateAlias.html
     https://docs.aws.amazon.com/athena/latest/APIReference/API_CreateNamedQuery.html
+    https://docs.aws.amazon.com/firehose/latest/APIReference/API_CreateDeliveryStream.html
     """
     trails = _module("cloudtrail")
     for operation in ("CreateTrail", "UpdateTrail"):
@@ -442,6 +464,7 @@ def _refuse_what_names_nothing() -> None:
     _before(vars(_module("lambda_svc")), "_create_alias", _version_of_alias)
     _before(vars(_module("lambda_svc")), "_create_esm", _queue_of_mapping)
     _before(vars(_module("athena")), "_create_named_query", _work_group_of_query)
+    _before(_module("firehose")._HANDLERS, "CreateDeliveryStream", _bucket_of_delivery)
 
 
 def _json_error(code: str, message: str, status: int = 400) -> Answer:
@@ -453,6 +476,15 @@ def _bucket_of_trail(request: Mapping[str, Any]) -> Answer | None:
     if not bucket or bucket in _module("s3")._buckets:
         return None
     return _module("cloudtrail")._err("S3BucketDoesNotExistException", f"S3 bucket {bucket} does not exist!")
+
+
+def _bucket_of_delivery(request: Mapping[str, Any]) -> Answer | None:
+    buckets = _module("s3")._buckets
+    for member in ("ExtendedS3DestinationConfiguration", "S3DestinationConfiguration"):
+        arn = (request.get(member) or {}).get("BucketARN", "")
+        if arn and arn.removeprefix("arn:aws:s3:::") not in buckets:
+            return _json_error("InvalidArgumentException", f"The bucket {arn} does not exist.", 400)
+    return None
 
 
 def _source_of_machines(request: Parameters) -> Answer | None:

@@ -21,7 +21,11 @@ FIREHOSE = (
     f"KinesisStreamARN=arn:aws:kinesis:us-east-1:000000000000:stream/{{name}},RoleARN={ROLE}/any "
     f"--extended-s3-destination-configuration RoleARN={ROLE}/any,BucketARN=arn:aws:s3:::somebody-elses"
 )
-NO_FIREHOSE = "aws firehose delete-delivery-stream --delivery-stream-name copy"
+COPY = ["aws s3api create-bucket --bucket somebody-elses", FIREHOSE]
+NO_COPY = [
+    "aws firehose delete-delivery-stream --delivery-stream-name copy",
+    "aws s3api delete-bucket --bucket somebody-elses",
+]
 BESIDE: dict[int, tuple[list[str], list[str]]] = {
     413: (
         [
@@ -31,7 +35,7 @@ BESIDE: dict[int, tuple[list[str], list[str]]] = {
         ],
         ["aws ec2 delete-security-group --group-id ${step1:GroupId}"],
     ),
-    402: ([FIREHOSE], [NO_FIREHOSE]),
+    402: (COPY, NO_COPY),
     415: (
         [
             "aws iam create-instance-profile --instance-profile-name ours",
@@ -116,7 +120,7 @@ BESIDE: dict[int, tuple[list[str], list[str]]] = {
 }
 """For each template, own resources beside its solution, and what removes them."""
 AFTER: dict[int, tuple[list[str], list[str]]] = {
-    307: ([FIREHOSE], [NO_FIREHOSE]),
+    307: (COPY, NO_COPY),
     315: (
         ["aws efs create-access-point --file-system-id ${step1:FileSystemId} --posix-user Uid=0,Gid=0"],
         ["aws efs delete-access-point --access-point-id ${stepMADE:AccessPointId}"],

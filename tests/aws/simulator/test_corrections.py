@@ -260,6 +260,11 @@ _VPC = "vpc-00000000000000000"
             "athena create-named-query --name n --database d --query-string 'SELECT 1' --work-group nothing",
             "InvalidRequestException",
         ),
+        (
+            "firehose create-delivery-stream --delivery-stream-name d --extended-s3-destination-configuration "
+            "RoleARN=arn:aws:iam::000000000000:role/r,BucketARN=arn:aws:s3:::nothing",
+            "InvalidArgumentException",
+        ),
     ],
 )
 def test_what_refers_to_nothing_is_refused(aws, line: str, code: str) -> None:
@@ -271,3 +276,23 @@ def test_what_refers_to_nothing_is_refused(aws, line: str, code: str) -> None:
     aws(f"lambda create-function --function-name f --package-type Image --code {image} --role {role}")
     exit_code, _, error = aws(line)
     assert exit_code != 0 and f"({code})" in error
+
+
+def test_a_workflow_ends_with_its_machine(aws) -> None:
+    """It went on in the background, and made things when nobody looked any more."""
+    machine = "arn:aws:states:us-east-1:000000000000:stateMachine:m"
+    call = {"Type": "Task", "Resource": "arn:aws:states:::aws-sdk:sns:createTopic", "Parameters": {"Name": "late"}}
+    states = {"A": {"Type": "Wait", "Seconds": 1, "Next": "B"}, "B": {**call, "End": True}}
+    definition = json.dumps({"StartAt": "A", "States": states})
+    role = "arn:aws:iam::000000000000:role/r"
+    for deleted in (False, True):
+        made = aws(f"stepfunctions create-state-machine --name m --role-arn {role} --definition '{definition}'")
+        assert made[0] == 0, made
+        assert aws(f"stepfunctions start-execution --state-machine-arn {machine}")[0] == 0
+        time.sleep(0.5)  # it is past its start, at which it looks for its machine
+        if deleted:
+            assert aws(f"stepfunctions delete-state-machine --state-machine-arn {machine}")[0] == 0
+        time.sleep(1.0)
+        assert ("late" in aws("sns list-topics")[1]) is not deleted
+        aws("sns delete-topic --topic-arn arn:aws:sns:us-east-1:000000000000:late")
+        aws(f"stepfunctions delete-state-machine --state-machine-arn {machine}")
