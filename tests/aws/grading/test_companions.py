@@ -11,7 +11,8 @@ import jmespath
 import pytest
 
 from realhf.aws.episode.episode import Episode
-from realhf.aws.grading.companions import wirings
+from realhf.aws.grading.companions import companions_of, wirings
+from realhf.aws.grading.rights import read_rights
 from realhf.aws.simulator.slot import Slot
 from realhf.aws.tasks.loader import instantiate
 from tests.aws.validation.play import run_commands
@@ -106,6 +107,11 @@ def plays(template_id: int, name: str) -> tuple[list[list[str]], list[list[str]]
             more = [to_role(name, one) for one in wider(least, "logs:DeleteLogStream", f"arn:aws:logs:{AT}:*")]
             more.append(attached(name, "arn:aws:iam::aws:policy/CloudWatchLogsFullAccess"))
             return [attached(name, BASIC), to_role(name, least), as_managed(name, least)], more
+        case 302:
+            queue = f"arn:aws:sqs:{AT}:{name}"
+            least = grant("sqs:ReceiveMessage sqs:DeleteMessage sqs:GetQueueAttributes", queue)
+            more = [*wider(least, "sqs:SendMessage", f"{queue}-failed")]
+            return [to_role(name, least), as_managed(name, least)], [to_role(name, one) for one in more]
         case 304:
             least = grant("states:StartExecution", f"arn:aws:states:{AT}:stateMachine:{name}")
             more = [*wider(least, "states:StopExecution", f"arn:aws:states:{AT}:stateMachine:{name}-2")]
@@ -147,7 +153,7 @@ def plays(template_id: int, name: str) -> tuple[list[list[str]], list[list[str]]
             return [attached(role, BACKUP)], more
 
 
-TEMPLATES = (203, 213, 218, 301, 304, 305, 307, 308, 318, 324, 406, 417)
+TEMPLATES = (203, 213, 218, 301, 302, 304, 305, 307, 308, 318, 324, 406, 417)
 
 
 @pytest.mark.sim
@@ -261,6 +267,36 @@ def test_the_least_grant_by_a_template_is_paid_and_more_is_not(slot: Slot, kind:
         run = run_commands(Episode(slot, 64), task, [line, *task.solution[1:]])
         assert not run.failures
         assert (run.achieved, run.score == 1.0) == (right, right)
+
+
+@pytest.mark.parametrize(
+    ("source", "action"),
+    [
+        (f"arn:aws:sqs:{AT}:jobs", "sqs:receivemessage"),
+        (f"arn:aws:kinesis:{AT}:stream/jobs", "kinesis:getrecords"),
+        (f"arn:aws:dynamodb:{AT}:table/jobs/stream/2026", "dynamodb:getsharditerator"),
+    ],
+)
+def test_a_function_may_read_what_it_is_called_for(source: str, action: str) -> None:
+    role = f"arn:aws:iam::{ACCOUNT}:role/r"
+    function = f"arn:aws:lambda:{AT}:function:f"
+    target: dict[tuple[str, str, str], dict[str, Any]] = {
+        ("iam", "roles", "r"): {"Arn": role, "RoleName": "r"},
+        ("lambda", "functions", "f"): {"config": {"FunctionArn": function, "Role": role}},
+        ("lambda", "esms", "1"): {"EventSourceArn": source, "FunctionArn": f"{function}:live"},
+    }
+    wanted = read_rights(target, str)
+    found = companions_of(target, wanted, str)
+    before, after = (str(rights.roles).lower() for rights in (wanted, found.rights))
+    assert action in after and action not in before
+
+
+def test_a_topic_may_send_what_a_subscription_did_not_take() -> None:
+    queue = f"arn:aws:sqs:{AT}:dead"
+    redrive = {"RedrivePolicy": {"{document}": {"deadLetterTargetArn": queue}}}
+    topic = {"arn": f"arn:aws:sns:{AT}:t", "subscriptions": [{"protocol": "https", "attributes": redrive}]}
+    target = {("sns", "topics", topic["arn"]): topic, ("sqs", "queues", "url"): {"attributes": {"QueueArn": queue}}}
+    assert companions_of(target, read_rights(target, str), str).policies == {"sqs/queues/url/attributes/Policy"}
 
 
 def test_every_row_names_the_page_of_aws_and_reads_its_record() -> None:
