@@ -3,8 +3,8 @@
 A selector says which resources a read answers. One that is ignored gives an answer that holds too much, and nobody is
 told. ``selectors.json`` says for every read that agents are served which of its selectors are refused, and which
 filters of EC2 are kept here, by the place of their value; ``python -m tests.aws.validation.conformance --write``
-makes it by asking for each of them. ``NARROWINGS`` are other selectors that are kept here. Both are applied where the
-requests of agents and of tasks' command lines come in; the owner's go past them.
+makes it by asking for each of them. ``narrowings.yaml`` has other selectors that are kept here. Both are applied where
+the requests of agents and of tasks' command lines come in; the owner's go past them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,19 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qs
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
+import yaml
+
 from realhf.aws.simulator.asgi_http import AsgiApp
 
 TABLE = Path(__file__).with_name("selectors.json")
+_NARROWINGS = Path(__file__).with_name("narrowings.yaml")
 Rule = Literal["equal", "prefix", "path of the ARN", "not zero", "tag", "glob"]
 
 
@@ -48,105 +52,21 @@ class Narrowing:
     """Code and message of the error for a value that nothing has, where AWS has one."""
 
 
-_BY_TAGS: tuple[tuple[str, str, Rule], ...] = (
-    ("tag-key", "Tags.Key", "equal"),
-    ("tag-value", "Tags.Value", "equal"),
-    ("tag:", "Tags", "tag"),
-)
-_REFERENCE = "https://docs.aws.amazon.com"
-_IAM = f"{_REFERENCE}/IAM/latest/APIReference/API_"
-_SCALING = f"{_REFERENCE}/autoscaling/ec2/APIReference/API_"
-NARROWINGS = (
-    Narrowing(
-        "monitoring", "DescribeAlarms", "ActionPrefix", ("MetricAlarms",), "AlarmActions", "prefix",
-        f"{_REFERENCE}/AmazonCloudWatch/latest/APIReference/API_DescribeAlarms.html",
-    ),
-    *(
-        Narrowing(
-            "iam", operation, "PathPrefix", ("AttachedPolicies",), "PolicyArn", "path of the ARN",
-            f"{_IAM}{operation}.html",
-        )
-        for operation in ("ListAttachedRolePolicies", "ListAttachedUserPolicies", "ListAttachedGroupPolicies")
-    ),
-    Narrowing(
-        "iam", "ListPolicies", "OnlyAttached", ("Policies",), "AttachmentCount", "not zero",
-        f"{_IAM}ListPolicies.html",
-    ),
-    Narrowing(
-        "autoscaling", "DescribePolicies", "PolicyNames", ("ScalingPolicies",), "PolicyName", "equal",
-        f"{_SCALING}DescribePolicies.html",
-    ),
-    Narrowing(
-        "autoscaling", "DescribePolicies", "PolicyTypes", ("ScalingPolicies",), "PolicyType", "equal",
-        f"{_SCALING}DescribePolicies.html",
-    ),
-    *(
-        Narrowing(
-            "autoscaling", "DescribeAutoScalingGroups", "Filters", ("AutoScalingGroups",), place, rule,
-            f"{_SCALING}DescribeAutoScalingGroups.html", name,
-        )
-        for name, place, rule in _BY_TAGS
-    ),
-    *(
-        Narrowing(
-            "ec2", "DescribeAvailabilityZones", member, ("availabilityZoneInfo",), place, "equal",
-            f"{_REFERENCE}/AWSEC2/latest/APIReference/API_DescribeAvailabilityZones.html",
-            unknown=("InvalidParameterValue", "Invalid availability zone: [{}]"),
-        )
-        for member, place in (("ZoneName", "zoneName"), ("ZoneId", "zoneId"))
-    ),
-    Narrowing(
-        "ec2", "DescribeAddresses", "PublicIp", ("addressesSet",), "publicIp", "equal",
-        f"{_REFERENCE}/AWSEC2/latest/APIReference/API_DescribeAddresses.html",
-        unknown=("InvalidAddress.NotFound", "Address '{}' not found."),
-    ),
-    Narrowing(
-        "ec2", "DescribeKeyPairs", "KeyPairId", ("keySet",), "keyPairId", "equal",
-        f"{_REFERENCE}/AWSEC2/latest/APIReference/API_DescribeKeyPairs.html",
-        unknown=("InvalidKeyPair.NotFound", "The key pair ID '{}' does not exist"),
-    ),
-    Narrowing(
-        "lambda", "ListAliases", "FunctionVersion", ("Aliases",), "FunctionVersion", "equal",
-        f"{_REFERENCE}/lambda/latest/api/API_ListAliases.html",
-    ),
-    Narrowing(
-        "logs", "DescribeLogGroups", "logGroupClass", ("logGroups",), "logGroupClass", "equal",
-        f"{_REFERENCE}/AmazonCloudWatchLogs/latest/APIReference/API_DescribeLogGroups.html",
-    ),
-    Narrowing(
-        "logs", "DescribeMetricFilters", "filterNamePrefix", ("metricFilters",), "filterName", "prefix",
-        f"{_REFERENCE}/AmazonCloudWatchLogs/latest/APIReference/API_DescribeMetricFilters.html",
-    ),
-    Narrowing(
-        "ec2", "DescribeVpcs", "Filter", ("vpcSet",), "isDefault", "equal",
-        f"{_REFERENCE}/AWSEC2/latest/APIReference/API_DescribeVpcs.html", "isDefault",
-    ),
-    Narrowing(
-        "logs", "FilterLogEvents", "logStreamNamePrefix", ("events",), "logStreamName", "prefix",
-        f"{_REFERENCE}/AmazonCloudWatchLogs/latest/APIReference/API_FilterLogEvents.html",
-    ),
-    Narrowing(
-        "batch", "DescribeJobDefinitions", "status", ("jobDefinitions",), "status", "equal",
-        f"{_REFERENCE}/batch/latest/APIReference/API_DescribeJobDefinitions.html",
-    ),
-    Narrowing(
-        "dynamodb", "ListBackups", "BackupType", ("BackupSummaries",), "BackupType", "equal",
-        f"{_REFERENCE}/amazondynamodb/latest/APIReference/API_ListBackups.html",
-    ),
-    Narrowing(
-        "ssm", "GetParametersByPath", "ParameterFilters", ("Parameters",), "Type", "equal",
-        f"{_REFERENCE}/systems-manager/latest/APIReference/API_GetParametersByPath.html", "Type",
-    ),
-    Narrowing(
-        "apigateway", "GetStages", "deploymentId", ("item",), "deploymentId", "equal",
-        f"{_REFERENCE}/apigateway/latest/api/API_GetStages.html",
-    ),
-)  # fmt: skip
-"""Selectors that are kept here, beside the filters of EC2."""
+@cache
+def narrowings() -> tuple[Narrowing, ...]:
+    """Return the selectors of ``narrowings.yaml``. Raises TypeError or ValueError for a row that is malformed."""
+    found = []
+    for row in yaml.load(_NARROWINGS.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader):
+        service, operation = row.pop("at").split()
+        unknown = row.pop("unknown", None)
+        items = (row.pop("items"),)
+        found.append(Narrowing(service, operation, items=items, unknown=unknown and tuple(unknown), **row))
+    return tuple(found)
+
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 _SIGNED_FOR = re.compile(rb"Credential=[^/]*/\d+/[^/]+/([\w-]+)/aws4_request")
-_EC2_PAGE = f"{_REFERENCE}/AWSEC2/latest/APIReference/"
+_EC2_PAGE = "https://docs.aws.amazon.com/AWSEC2/latest/APIReference/"
 _UNSUPPORTED = {"query": "InvalidParameterValue", "ec2": "InvalidParameterValue", "rest-xml": "InvalidArgument"}
 """For each protocol the code of the error for what is refused, where it is not ``_INVALID``."""
 _INVALID = "ValidationException"
@@ -255,7 +175,7 @@ class _Operation:
 
     def __init__(self, service: str, name: str, description: Mapping[str, Any]) -> None:
         self._members: Sequence[Mapping[str, Any]] = description["members"]
-        self._narrowings = [each for each in NARROWINGS if (each.service, each.operation) == (service, name)]
+        self._narrowings = [each for each in narrowings() if (each.service, each.operation) == (service, name)]
         items = tuple(description.get("items", ()))
         for member in self._members:
             for filter_name, place in member.get("narrowed", {}).items():
@@ -397,9 +317,11 @@ class _XmlAnswer:
 
     def __init__(self, body: bytes) -> None:
         self._root = ElementTree.fromstring(body)
-        space = re.match(r"\{(.*)\}", self._root.tag)
-        if space:
-            ElementTree.register_namespace("", space[1])
+        space, brace, _ = self._root.tag.rpartition("}")
+        if brace:  # the usual name space is written once, at the root, and no name gets a prefix
+            for element in self._root.iter():
+                element.tag = element.tag.removeprefix(f"{space}}}")
+            self._root.set("xmlns", space[1:])
 
     def narrow(self, narrowing: Narrowing, name: str, values: list[str]) -> list[str]:
         """Leave out what has none of the values; returns the values that nothing has."""

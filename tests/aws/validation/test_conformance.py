@@ -5,7 +5,7 @@ import json
 import pytest
 from botocore import xform_name
 
-from realhf.aws.simulator.selectors import NARROWINGS, selector_table
+from realhf.aws.simulator.selectors import narrowings, selector_table
 from realhf.aws.simulator.slot import Slot
 from tests.aws.validation import conformance
 from tests.aws.validation.conformance import PAGE, examine, model, served_reads
@@ -23,7 +23,7 @@ def test_the_page_knows_every_served_read_that_takes_selectors() -> None:
 
 
 def test_what_is_kept_here_names_members_and_pages() -> None:
-    for each in NARROWINGS:
+    for each in narrowings():
         assert each.page.startswith("https://docs.aws.amazon.com/") and each.operation in each.page
         assert each.operation in selector_table()[each.service]["operations"], each
 
@@ -57,6 +57,27 @@ def test_table_and_page_are_what_the_simulator_does(slot: Slot) -> None:
 def ask(slot: Slot, line: str) -> tuple[int, str, str]:
     result = slot.executor.run(f"aws {line}")
     return result.exit_code, result.stdout.strip(), " ".join(result.stderr.split())
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+def test_subnets_are_found_by_the_other_names_of_their_filters(slot: Slot) -> None:
+    slot.reset(1)
+    vpc = json.loads(ask(slot, "ec2 create-vpc --cidr-block 10.0.0.0/16")[1])["Vpc"]["VpcId"]
+    for zone, block in (("us-east-1a", "10.0.1.0/24"), ("us-east-1b", "10.0.2.0/24")):
+        made = ask(slot, f"ec2 create-subnet --vpc-id {vpc} --cidr-block {block} --availability-zone {zone}")
+        assert made[0] == 0, made
+    for name, value, right in (
+        ("cidrBlock", "10.0.1.0/24", {"10.0.1.0/24"}),
+        ("cidr", "10.0.2.0/24", {"10.0.2.0/24"}),
+        ("availabilityZone", "us-east-1a", {"10.0.1.0/24"}),
+        ("defaultForAz", "false", {"10.0.1.0/24", "10.0.2.0/24"}),
+        ("defaultForAz", "true", set()),
+    ):
+        line = f"ec2 describe-subnets --filters Name=vpc-id,Values={vpc} Name={name},Values={value}"
+        code, found, error = ask(slot, line)
+        assert code == 0, error
+        assert {subnet["CidrBlock"] for subnet in json.loads(found)["Subnets"]} == right, line
 
 
 @pytest.mark.sim
