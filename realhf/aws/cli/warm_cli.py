@@ -460,7 +460,10 @@ class WarmCli:
             self._refuse("too-many", reason)
         if any(str(params.get(name, "")).lower().startswith(("http://", "https://")) for name in _FETCHED):
             self._refuse("url-value", "no document is fetched from a URL here")
-        if model.service_model.service_name == "s3" and is_internal_path(f"/{params.get('CopySource', '')}"):
+        source = params.get("CopySource", "")
+        if isinstance(source, Mapping):  # of a document; botocore makes the text of it
+            source = f"{source.get('Bucket', '')}/{source.get('Key', '')}"
+        if model.service_model.service_name == "s3" and is_internal_path(f"/{source}"):
             self._refuse("internal-path", "this name is not part of AWS")
 
     def _refuse(self, rule: str, message: str) -> NoReturn:

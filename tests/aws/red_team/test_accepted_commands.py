@@ -329,6 +329,7 @@ def test_a_document_reaches_nothing_but_the_working_folder(slot: Slot, tmp_path:
     (slot.files.path / "link.json").symlink_to(secret)
     slot.files.put("stack.json", b'{"StackName": "s", "TemplateURL": "http://127.0.0.1:1/t"}')
     slot.files.put("copy.json", b'{"Bucket": "b", "Key": "k", "CopySource": "_ministack/reset"}')
+    slot.files.put("map.json", b'{"Bucket": "b", "Key": "k", "CopySource": {"Bucket": "_ministack", "Key": "reset"}}')
     slot.files.put("many.json", b'{"ImageId": "i", "MinCount": 1, "MaxCount": 5000}')
     slot.files.put("deep.json", b"[" * 200_000)
     slot.files.put("deep.yaml", b"[" * 200_000)
@@ -355,6 +356,7 @@ def test_a_document_reaches_nothing_but_the_working_folder(slot: Slot, tmp_path:
         (f"aws ssm put-parameter --cli-input-yaml '{bomb}'", "too-many"),
         ("aws cloudformation create-stack --cli-input-json file://stack.json", "url-value"),
         ("aws s3api copy-object --cli-input-json file://copy.json", "internal-path"),
+        ("aws s3api copy-object --cli-input-json file://map.json", "internal-path"),
         ("aws ec2 run-instances --cli-input-json file://many.json", "too-many"),
         ("aws sqs create-queue --cli-input-js {}", "global-option"),
         ("aws s3 ls --cli-input-json {}", "global-option"),
