@@ -8,6 +8,7 @@ describes its state (``view`` in the info of a turn) has the two told apart; for
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,13 +17,18 @@ from realhf.api.environment import SOLUTION, TRAIN, Demonstration, Demonstration
 from realhf.api.passport import Counts
 from realhf.env.check.episodes import Arena, Case, Episode
 from realhf.env.check.mutators import (
+    EXACT_NAME,
     FIRST,
+    LEFT_OVER,
     NEIGHBOUR,
+    OWN_NAMES,
     Change,
     changed_arguments,
     changed_text,
     drawn,
+    near_names,
     neighbours,
+    other_values,
     reordered,
     with_others,
     with_variants,
@@ -74,11 +80,19 @@ def read_action(text: str, tools: Sequence[Mapping[str, Any]]) -> Action:
 
 class Mutants:
     """Changes ``actions``, which call ``tools``. ``words`` stand in the episode and may be names, the likeliest first;
-    ``rng`` draws the arguments of calls that the demonstration does not make."""
+    ``rng`` draws the arguments of calls that the demonstration does not make. ``described``: the state that is left can
+    be compared, so something is also made beside the work, and names are written nearly right."""
 
     def __init__(
-        self, actions: Sequence[Action], tools: Sequence[Mapping[str, Any]], words: Sequence[str], rng: random.Random
+        self,
+        actions: Sequence[Action],
+        tools: Sequence[Mapping[str, Any]],
+        words: Sequence[str],
+        rng: random.Random,
+        *,
+        described: bool = False,
     ) -> None:
+        self._described = described
         self._actions, self._words, self._rng = tuple(actions), words, rng
         self._properties = {name: properties_of(parameters) for name, parameters in functions(tools)}
 
@@ -94,6 +108,53 @@ class Mutants:
         yield from with_others(self._actions, beside)
         yield from self._undone()
         yield from self._to_neighbours()
+        if self._described:
+            yield from self._left_over()
+            yield from self._nearly_named()
+
+    def _left_over(self) -> Iterator[Change[tuple[Action, ...]]]:
+        """Yield the actions with something made beside them, and with the same made and removed again."""
+        all_of = self._actions
+        for call in self._made_beside():
+            beside = Action("", (call,))
+            what = f"{_line(beside)} beside the work"
+            yield Change(LEFT_OVER, f"{what}, first", (beside, *all_of))
+            yield Change(LEFT_OVER, f"{what}, last", (*all_of, beside))
+            if len(all_of) > 1:
+                yield Change(LEFT_OVER, f"{what}, before the last action", (*all_of[:-1], beside, all_of[-1]))
+            for inverse in self._inverses(*call):
+                removed = (beside, Action("", (inverse,)))
+                yield Change(f"{LEFT_OVER}, removed", f"{what} and removed again, first", (*removed, *all_of))
+
+    def _made_beside(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield calls with own names and nearly those of the work in the place of each text."""
+        made = {name: given for action in self._actions for name, given in action.calls}
+        for name, known in self._properties.items():
+            for key, schema in known.items():
+                if schema.get("type", "string") != "string" or schema.get("enum"):
+                    continue
+                base = made.get(name) or self._filled(known)
+                for other in (*OWN_NAMES, *(near for word in self._names() for near in near_names(word))):
+                    yield name, {**base, key: other}
+
+    def _nearly_named(self) -> Iterator[Change[tuple[Action, ...]]]:
+        """Yield the actions with a name written nearly right, everywhere and in one action."""
+        all_of = self._actions
+        for word in self._names():
+            for other in near_names(word):
+                changed = tuple(action.renamed(word, other) for action in all_of)
+                yield Change(EXACT_NAME, f"{other!r} for {word!r} everywhere", changed)
+                for at, action in enumerate(changed if len(all_of) > 1 else ()):
+                    if action != all_of[at]:
+                        what = f"{other!r} for {word!r} in action {at + 1}"
+                        yield Change(EXACT_NAME, what, (*all_of[:at], action, *all_of[at + 1 :]))
+
+    def _names(self) -> list[str]:
+        """The words that may be names: those of arguments, and what stands in quotes in a text."""
+        given = [value for action in self._actions for _, each in action.calls for value in each.values()]
+        texts = [value for value in given if isinstance(value, str)]
+        texts += [found for action in self._actions for found in _QUOTED.findall(action.content)]
+        return [word for word in words_of(texts) if len(word) > 1 and any(map(str.isalpha, word))]
 
     def _variants(self, action: Action) -> Iterator[Change[Action]]:
         for at, (name, given) in enumerate(action.calls):
@@ -160,6 +221,10 @@ _EPISODES_PER_TASK = 2
 _ALIKE = 1e-6
 """Rewards that differ by less are the same."""
 _SHOWN_ACTIONS = 600
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_MEMBER_SHARE = 4
+"""One part of so many of the plays asks whether each argument shows."""
+_UNSHOWN = "Show it under `view` and look at it in the reward, or refuse or leave out the argument"
 _NO_SCRIPT = (
     "Give the class, or the module of a verifier, demonstrate(request) that yields Demonstration(task, turns), as "
     "docs/extend/environment.md shows"
@@ -174,12 +239,13 @@ _NO_VIEW = (
 @dataclass
 class Tally:
     """Counts the mutants of one task: ``paid`` in full; of those, ``unequal`` leave another state; ``underpaid`` leave
-    the same state and earn less."""
+    the same state and earn less. ``members`` counts arguments whose value shows nowhere."""
 
     mutants: int = 0
     paid: int = 0
     unequal: int = 0
     underpaid: int = 0
+    members: int = 0
 
     def remark(self, *, described: bool) -> str:
         """Return the counts as a line for people."""
@@ -193,13 +259,38 @@ class Tally:
 @dataclass
 class Outcome:
     """Is what ``--json`` prints: the counts by template, and by kind of change where the state is described, and every
-    mutant that was paid in full and is not known to leave the same state."""
+    mutant that was paid in full and is not known to leave the same state; ``members`` are the arguments whose value
+    shows nowhere, by template, tool and argument."""
 
     seed: int
     described: bool = False
     tasks: dict[str, Tally] = field(default_factory=dict)
     kinds: dict[str, Counts] = field(default_factory=dict)
     listed: list[dict[str, Any]] = field(default_factory=list)
+    members: list[dict[str, str]] = field(default_factory=list)
+
+
+class Member(NamedTuple):
+    """An argument of a call: action and call by number, the tool, the argument and its schema."""
+
+    action: int
+    call: int
+    tool: str
+    name: str
+    schema: Mapping[str, Any]
+
+    def put(self, actions: Sequence[Action], value: Any) -> tuple[Action, ...]:
+        """Return the actions with another value of the argument."""
+        calls = [*actions[self.action].calls]
+        calls[self.call] = (self.tool, {**calls[self.call][1], self.name: value})
+        changed = actions[self.action]._replace(calls=tuple(calls))
+        return (*actions[: self.action], changed, *actions[self.action + 1 :])
+
+    def without_call(self, actions: Sequence[Action]) -> tuple[Action, ...]:
+        """Return the actions without the call."""
+        calls = actions[self.action].calls
+        kept = actions[self.action]._replace(calls=(*calls[: self.call], *calls[self.call + 1 :]))
+        return (*actions[: self.action], *([kept] if kept.calls else []), *actions[self.action + 1 :])
 
 
 def missing(spec: EnvironmentSpec) -> Finding | None:
@@ -231,6 +322,8 @@ class Mutation:
     def __init__(self, arena: Arena, most: int, seed: int, add: Callable[[Finding], None]) -> None:
         self._arena, self._most, self._add = arena, most, add
         self.outcome = Outcome(seed)
+        self._shows: dict[tuple[str, str], bool] = {}
+        """By (tool, argument) of the template that is played, whether another value was ever told from the first."""
 
     async def play(
         self,
@@ -247,9 +340,10 @@ class Mutation:
                 rng = random.Random(f"mutants {self.outcome.seed} {template} {number}")
                 begin(f"{played + tally.mutants:,} of at most {self._most:,} mutants, {template}")
                 faults += await self._script(template, script, max(1, self._most // scripted), rng, tally)
+            self._tell_members(template, tally)
             played += tally.mutants
             described = self.outcome.described
-            reads = bool(tally.paid) and not described
+            reads = bool(tally.members or (tally.paid and not described))
             outcome = FAULT if faults or tally.unequal else READ if reads else OK
             end(template, outcome, tally.remark(described=described))
         if not self.outcome.described and self.outcome.listed:
@@ -268,7 +362,10 @@ class Mutation:
         actions = [read_action(text, whole.tools) for text in script.turns]
         words = words_of([*_shown(whole.view), *_said(actions), *whole.texts[::-1]])
         sent, seen = {script.turns}, {(*whole.said,), tuple(action.text() for action in actions[: len(whole.said)])}
-        for change in drawn(_texts(Mutants(actions, whole.tools, words, rng)), 2 * most, rng):
+        if whole.view is not None:
+            await self._look_at_members(script, whole, actions, most // _MEMBER_SHARE, rng)
+        mutants = Mutants(actions, whole.tools, words, rng, described=whole.view is not None)
+        for change in drawn(_texts(mutants), 2 * most, rng):
             if change.value in sent:
                 continue
             sent.add(change.value)
@@ -281,6 +378,57 @@ class Mutation:
             if len(seen) > most:
                 break
         return 0
+
+    async def _look_at_members(
+        self, script: Demonstration, whole: Episode, actions: Sequence[Action], most: int, rng: random.Random
+    ) -> None:
+        """Find out, by ``most`` plays or a few more, which arguments have values that nothing tells apart."""
+        members, plays = _members(actions, whole.tools), 0
+        rng.shuffle(members)
+        for member in members:
+            values = other_values(actions[member.action].calls[member.call][1].get(member.name), member.schema)
+            if self._shows.get((member.tool, member.name)) or not values:
+                continue
+            if plays >= most:
+                return
+            plays += 2 + len(values)
+            shows = await self._shown_by(script, whole, actions, member, values)
+            if shows is not None:
+                self._shows[member.tool, member.name] = shows
+
+    async def _shown_by(
+        self, script: Demonstration, whole: Episode, actions: Sequence[Action], member: Member, values: Sequence[Any]
+    ) -> bool | None:
+        """Return whether view or reward tell values of an argument apart, None where the call changes nothing or too
+        few of the values are accepted. What is refused leaves what the episode leaves without the call."""
+        refused = await self._left(script, member.without_call(actions))
+        right = (whole.view, whole.paid, whole.solved)
+        if refused is None or refused[0] == whole.view:
+            return None
+        left = [await self._left(script, member.put(actions, value)) for value in values]
+        if any(one not in (right, refused, None) for one in left):
+            return True
+        if left.count(right) < min(2, len(values)):
+            return None
+        # A later action may cover it: what counts is then the state right behind the call.
+        until = actions[: member.action + 1]
+        first = await self._left(script, until)
+        accepted = [value for value, one in zip(values, left, strict=True) if one == right]
+        return any([await self._left(script, member.put(until, value)) != first for value in accepted])
+
+    async def _left(self, script: Demonstration, actions: Sequence[Action]) -> tuple[Any, float, bool] | None:
+        """Play actions. Returns the view, the reward and whether the task is solved, None where it cannot be played."""
+        episode = await self._arena.follow(Case(script.task, tuple(action.text() for action in actions)))
+        return None if episode is None else (episode.view, episode.paid, episode.solved)
+
+    def _tell_members(self, template: str, tally: Tally) -> None:
+        for (tool, name), shows in sorted(self._shows.items()):
+            if not shows:
+                tally.members += 1
+                self.outcome.members.append({"template": template, "tool": tool, "argument": name})
+                what = f"the value of {name} of {tool} shows nowhere in the view, so nothing tells a wrong one"
+                self._add(Finding(MUTANTS, f"{what} ({template})", _UNSHOWN, is_fault=False))
+        self._shows.clear()
 
     def _judge(
         self,
@@ -314,6 +462,17 @@ class Mutation:
             what = f"a reward of {mutant.paid:g} ({change.what}): {did}"
             kind = f"{template} {change.kind}"
             self._add(Finding(MUTANTS, what, task=script.task.id, is_fault=False, kind=kind))
+
+
+def _members(actions: Sequence[Action], tools: Sequence[Mapping[str, Any]]) -> list[Member]:
+    """Return each argument of each call, also those that are not given."""
+    properties = {name: properties_of(parameters) for name, parameters in functions(tools)}
+    return [
+        Member(number, at, tool, name, properties.get(tool, {}).get(name, {}))
+        for number, action in enumerate(actions)
+        for at, (tool, given) in enumerate(action.calls)
+        for name in dict.fromkeys([*given, *properties.get(tool, {})])
+    ]
 
 
 def _texts(changes: Iterable[Change[tuple[Action, ...]]]) -> Iterator[Change[tuple[str, ...]]]:

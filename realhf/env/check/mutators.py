@@ -18,11 +18,17 @@ REMOVED, CHANGED, ADDED = "argument removed", "argument changed", "argument adde
 EXCHANGED, NEIGHBOUR = "arguments exchanged", "neighbour"
 CUT, WORD_OUT, WORD_CHANGED = "cut off", "word left out", "word changed"
 SWAPPED, MORE = "words swapped", "said more"
+LEFT_OVER, EXACT_NAME = "left over", "exact name"
+OWN_NAMES = ("own", "tmp", "test-1")
+"""Names that no task uses."""
 _MOST_NEIGHBOURS = 4
 _DEEPEST = 4
+_OTHER_NUMBER = 7
+_OTHER_TEXTS = ("amber", "cobalt")
 _MOST_SWAPS = 12
 _WORD = re.compile(r"[^\s,;:!?()\[\]{}'\"`=<>|]+")
 _TOKEN = re.compile(r"'[^']*'|\"[^\"]*\"|\d+(?:\.\d+)?|\w+|<>|<=|>=|!=|[^\w\s]")
+_LOOKS_LIKE = {"l": "1", "o": "0", "a": "\N{CYRILLIC SMALL LETTER A}", "e": "\N{CYRILLIC SMALL LETTER IE}"}
 _FLIPPED = {
     "+": "-*/", "-": "+*/", "*": "/+-", "/": "*+-", "(": "[", "=": ("<>", ">=", "<="), "<": (">", "<="),
     ">": ("<", ">="), "<>": ("=",), "<=": (">=", "<"), ">=": ("<=", ">"),
@@ -145,6 +151,36 @@ def changed_name(name: str, words: Iterable[str]) -> Iterator[Change[str]]:
         yield Change(NEIGHBOUR, shown(other), other)
     for other in (f"{name}2", name[:-1], name.upper(), name.lower(), f" {name}", "", "*", "%"):
         yield Change(CHANGED, shown(other), other)
+
+
+def near_names(name: str) -> list[str]:
+    """Return names that are nearly ``name`` and name something else: in other letters, with blanks, with something
+    before or behind it, one that looks alike, one in a folder."""
+    alike = "".join(_LOOKS_LIKE.get(char, char) for char in name)
+    wide = chr(ord(name[0]) + 0xFEE0) + name[1:] if "!" <= name[:1] <= "~" else name
+    near = [
+        name.upper(), name.lower(), name.swapcase(), name.title(), f" {name}", f"{name} ", f"my-{name}", f"{name}-copy",
+        f"{name}.bak", f"{name}_old", f"{name}2", f"{name}-2", f"{name}x", alike, wide, f"own/{name}",
+    ]  # fmt: skip
+    return [*dict.fromkeys(other for other in near if other != name)]
+
+
+def other_values(value: Any, schema: Mapping[str, Any]) -> list[Any]:
+    """Return values that mean something else than ``value`` (None: not given), a few at most: those that the schema
+    lists, or others of its type. There are none for a type that has no plain values."""
+    kind = schema.get("type", "string" if value is None else "")
+    if schema.get("enum"):
+        others = [*schema["enum"]]
+    elif isinstance(value, bool) or kind == "boolean":
+        others = [True, False]
+    elif isinstance(value, int | float) or kind in ("integer", "number"):
+        start = value if isinstance(value, int | float) else schema.get("minimum", 0)
+        others = [start + 1, start + 2, start + _OTHER_NUMBER]
+    elif isinstance(value, str) or kind == "string":
+        others = [*_OTHER_TEXTS]
+    else:
+        others = []
+    return [other for other in others if other != value][:_MOST_NEIGHBOURS]
 
 
 def shown(value: Any) -> str:

@@ -12,12 +12,15 @@ from realhf.api.passport import Counts, read_passport
 from realhf.env.__main__ import main
 from realhf.env.check.checker import Checker
 from realhf.env.check.command import Report
+from realhf.env.check.mutation import Action, Mutants
 from realhf.env.check.mutators import (
     ADDED,
     DOUBLED,
+    EXACT_NAME,
     EXCHANGED,
     FIRST,
     LEFT_OUT,
+    LEFT_OVER,
     NEIGHBOUR,
     REMOVED,
     REORDERED,
@@ -26,7 +29,9 @@ from realhf.env.check.mutators import (
     changed_text,
     changed_value,
     drawn,
+    near_names,
     neighbours,
+    other_values,
     reordered,
     with_others,
     with_variants,
@@ -116,7 +121,28 @@ def test_a_text_loses_words_and_its_end_and_gets_others() -> None:
     assert [*changed_text("", ["x"])]  # An empty text is said twice and denied; nothing fails.
 
 
+def test_a_name_that_is_nearly_right_is_another_name_each_time() -> None:
+    near = near_names("tea")
+    assert {"TEA", " tea", "tea ", "my-tea", "tea-copy", "tea2", "own/tea", "t\u0435\u0430", "\uff54ea"} <= {*near}
+    assert len(near) == len({*near}) and "tea" not in near
+
+
+def test_other_values_mean_something_else_and_fit_the_schema() -> None:
+    assert other_values("a", {"enum": ["a", "b", "c"]}) == ["b", "c"]
+    assert other_values(None, {"type": "boolean"}) == [True, False] and other_values(True, {}) == [False]
+    assert other_values(3, {"type": "integer"}) == [4, 5, 10] and len(other_values(None, {"type": "string"})) == 2
+    assert not other_values(None, {"type": "object"})
+
+
+def test_a_name_in_quotes_of_a_text_is_written_nearly_right_where_states_are_compared() -> None:
+    actions = [Action("DELETE FROM t WHERE name='ab'")]
+    found = [each for each in Mutants(actions, (), ["t"], random.Random(0), described=True) if each.kind == EXACT_NAME]
+    assert "DELETE FROM t WHERE name='ab '" in {value[0].content for _, _, value in found}
+    assert not [each for each in Mutants(actions, (), ["t"], random.Random(0)) if each.kind == EXACT_NAME]
+
+
 BUYABLE = Path(__file__).parent / "buyable.py"
+EDGES = Path(__file__).parent / "edges.py"
 SHIPPED = ("files", "sql")
 
 
@@ -137,7 +163,7 @@ class Mutated(Report):
 
 def test_what_leaves_another_state_and_is_paid_is_a_fault_with_its_actions() -> None:
     """Moving the other box, too, is paid in full; each such mutant is a line of its own, by task."""
-    found = Mutated(f"{BUYABLE}:Bought")
+    found = Mutated(f"{BUYABLE}:Bought", most=240)
     assert found.outcome["described"] and {*found.outcome["tasks"]} == {"tea-train", "salt-train"}
     listed = {(each["task"], *each["actions"]) for each in found.outcome["listed"]}
     assert ("tea-train", "move(box='salt', place='left')", "move(box='tea', place='left')") in listed
@@ -187,6 +213,41 @@ def test_what_ships_cannot_be_bought(name: str) -> None:
     found = Mutated(name, most=110)
     assert found.outcome["described"] and not found.lines
     assert sum(each["mutants"] for each in found.outcome["tasks"].values()) > 60
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Scratch", LEFT_OVER),
+        ("OwnThings", LEFT_OVER),
+        ("Folders", EXACT_NAME),
+        ("Prefixed", EXACT_NAME),
+        ("Folded", EXACT_NAME),
+        ("Stripped", EXACT_NAME),
+    ],
+)
+def test_a_reward_that_leaks_at_an_edge_is_found_by_the_mutants_of_that_edge(name: str, kind: str) -> None:
+    found = Mutated(f"{EDGES}:{name}", most=400)
+    assert kind in {each["change"].partition(":")[0] for each in found.outcome["listed"]}
+    assert {*found.outcomes} == {"fault"}
+
+
+@pytest.mark.parametrize(("name", "argument"), [("Unlabelled", "label"), ("AnyWidth", "width")])
+def test_an_argument_whose_value_shows_nowhere_is_to_be_read_once_for_each_template(name: str, argument: str) -> None:
+    found = Mutated(f"{EDGES}:{name}", most=200)
+    assert {*found.outcomes} == {"read"} and len(found.lines) == 2
+    for template, line in zip(("tea-train", "salt-train"), found.lines, strict=True):
+        says = f"the value of {argument} of create_box shows nowhere in the view, so nothing tells a wrong one"
+        assert line == f"note {says} ({template})"
+        assert {"template": template, "tool": "create_box", "argument": argument} in found.outcome["members"]
+        assert found.outcome["tasks"][template]["members"] == 1
+
+
+def test_a_reward_whose_edges_are_closed_stays_clean_and_pays_for_what_is_removed_again() -> None:
+    found = Mutated(f"{EDGES}:Shelf", most=240)
+    assert not found.lines and not found.outcome["members"] and found.outcomes == ["ok", "ok"]
+    left_over = found.outcome["kinds"][LEFT_OVER]
+    assert left_over["wrong"] > 10 and left_over["right"] > 0 == left_over["refused"]
 
 
 def test_the_command_ends_with_1_for_a_reward_that_is_bought_and_prints_json(
