@@ -65,6 +65,7 @@ OWN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "ppo.rl_weight": (0.5,),
         "critic.value_clip": (1e-4,),
         "env.tiers": (["warmup"],),
+        "env.tags": ([],),
         "env.groups": (["one_call"],),
         "mb_spec.max_tokens_per_mb": (48,),
         "rollout.max_total_tokens": (40, 600),
@@ -225,6 +226,8 @@ def general_values(found: Found, types: tuple[Any, ...]) -> Iterator[Any]:
         yield "other"
     elif bool in types:
         yield from (True, False)
+    elif any(typing.get_origin(each) is list for each in types):
+        yield from (["other"], [])
     else:
         yield from (number for number in (2, 1, 0.5) if about.holds(number))
 

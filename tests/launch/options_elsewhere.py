@@ -18,6 +18,7 @@ _BACKEND = "on one worker every backend computes the same; on several (tests/lau
 _COMPILED = "the compiler computes the same (tests/backends/training/test_compiled_blocks.py)"
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
+        "experiment": "which file of options is composed, before any is set (tests/launch/test_compose.py)",
         "experiment_path": "the file of the experiment, before there is a configuration "
         "(tests/launch/test_experiments.py)",
         "mode": "the launcher runs, checks or prints the graph (tests/launch/test_compose.py)",
