@@ -27,8 +27,12 @@ _OTHER_ACTIONS: Mapping[str, str] = {
     "logs": "logs:DeleteLogGroup",
     "sns": "sns:Subscribe",
     "states": "states:StopExecution",
+    "dynamodb": "dynamodb:DeleteTable",
 }
 """By prefix of the actions of a grant, one that no wiring of the table has."""
+
+_SAID = ("RedrivePolicy", "EventSourceArn")
+"""Members that stand in the command that wires, where a row is about them: its other ARNs are of other wires."""
 
 
 def companions(task: Task) -> Iterator[Mutant]:
@@ -40,6 +44,8 @@ def companions(task: Task) -> Iterator[Mutant]:
         for line in lines:
             command = CommandLine.parse(line)
             if command.service.removesuffix("api") != cli_service(row.kind[0]).removesuffix("api"):
+                continue
+            if any(word in row.wires and word not in line for word in _SAID):
                 continue
             for what, expected, grant in _grants(row, command, line, lines):
                 extra = [moved(one, last) for one in grant]
