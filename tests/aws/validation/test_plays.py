@@ -121,8 +121,15 @@ EDGES = (
     *(318, 320, 321, 322, 401, 408, 409, 414, 416, 424),
 )
 """Where what was harmless, free, equal or given by default was once told by a pattern: all that a person wrote."""
+FROM_TEXTS = (
+    *(115, 118, 119, 121, 125),
+    *(204, 206, 207, 210, 215, 216, 218, 220, 221, 225),
+    *(301, 302, 303, 305, 306, 307, 309, 311, 316, 317, 318, 322, 324),
+    *(402, 407, 408, 409, 414, 419, 420, 423),
+)
+"""Tasks with plays by somebody who knew their texts and the CLI, and nothing of how they are graded."""
 REPAIRS = tuple(template.task_id for template in load_templates(["expert"]))
-SAMPLE = sorted({*WHOLE, *SPELLED, *GRANTING, *EDGES, *REPAIRS})
+SAMPLE = sorted({*WHOLE, *SPELLED, *GRANTING, *EDGES, *FROM_TEXTS, *REPAIRS})
 SEED = 0
 
 
@@ -130,7 +137,7 @@ def chosen(template: Template, play: Play) -> bool:
     """A repair is tried with what is beside the point or harms; the other tiers where they were broken."""
     if template.task_id in WHOLE or play.name in ("policies with single values", "policies with lists"):
         return True
-    if template.task_id in EDGES and play.written:
+    if template.task_id in (*EDGES, *FROM_TEXTS) and play.written:
         return True
     if template.tier == "expert":
         return play.kind in ("nothing", "harmful")
