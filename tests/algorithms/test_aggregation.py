@@ -227,7 +227,8 @@ def test_the_page_names_every_estimator_and_every_loss() -> None:
         ("ppo.loss", policy_losses, "loss", "ppo"),
     ):
         rows = by_option[option].rows
-        assert {*rows} == {*registry}
+        ours = {name for name in registry if registry.get(name).__module__.startswith("realhf.")}
+        assert {*rows} == ours, "tests of the docs register others in the same process"
         for preset, row in PRESETS.items():
             assert f"`{preset}`" in rows[row.options.get(key, default)][-1]
     assert by_option["ppo.adv_estimator"].rows["maxrl"][-1] == "none"
