@@ -57,15 +57,22 @@ class Case(NamedTuple):
 
 class Episode:
     """What became of an episode so far: its ``transcript`` (opening and turns as plain values), what was ``said`` in
-    it, whether it has ``ended``, what was paid, whether it was solved, the ``view`` of its last state (None for an
-    environment that describes none), the texts that the policy read, and those of the last answer among them."""
+    it, whether it has ``ended``, what was paid, whether it was solved, the ``views`` of its states in their order (none
+    for an environment that describes none), the texts that the policy read, and those of the last answer among them."""
 
     def __init__(self, opening: Opening) -> None:
         self.tools = opening.tools
         self.transcript, self.texts = [plain(opening)], _contents(opening)
         self.said: list[str] = []
         self.ended = self.solved = False
-        self.paid, self.view, self.answer = 0.0, None, ""
+        self.paid = 0.0
+        self.views: list[Any] = []
+        self.answer = ""
+
+    @property
+    def view(self) -> Any:
+        """What its last state is like, None for an environment that describes none."""
+        return self.views[-1] if self.views else None
 
     def take(self, text: str, turn: Turn) -> None:
         """Take what was said and the answer to it."""
@@ -73,7 +80,8 @@ class Episode:
         self.transcript.append(plain(turn))
         self.paid = (turn.reward or 0.0) + (0.0 if turn.final else self.paid)
         self.ended, self.solved = ends(turn), self.solved or solved(turn)
-        self.view = turn.info.get("view", self.view)
+        if (view := turn.info.get("view", self.view)) is not None:
+            self.views.append(view)
         self.texts += _contents(turn)
         self.answer = " ".join(_contents(turn))
 

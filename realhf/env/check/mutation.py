@@ -22,6 +22,7 @@ from realhf.env.check.mutators import (
     LEFT_OVER,
     NEIGHBOUR,
     OWN_NAMES,
+    REMOVED_AGAIN,
     Change,
     changed_arguments,
     changed_text,
@@ -35,7 +36,7 @@ from realhf.env.check.mutators import (
     words_of,
 )
 from realhf.env.check.report import FAULT, OK, READ, Finding, counted, quoted
-from realhf.env.check.scripts import call_text, functions, policy_turn, properties_of, sample
+from realhf.env.check.scripts import call_text, functions, policy_turn, properties_of, sample, type_of
 
 OTHER_TOOL, UNDONE = "another tool", "undone"
 _OPPOSITES = {
@@ -93,7 +94,9 @@ class Mutants:
         described: bool = False,
     ) -> None:
         self._described = described
-        self._actions, self._words, self._rng = tuple(actions), words, rng
+        self._actions = tuple(actions)
+        self._words = words
+        self._rng = rng
         self._properties = {name: properties_of(parameters) for name, parameters in functions(tools)}
 
     def __iter__(self) -> Iterator[Change[tuple[Action, ...]]]:
@@ -124,14 +127,14 @@ class Mutants:
                 yield Change(LEFT_OVER, f"{what}, before the last action", (*all_of[:-1], beside, all_of[-1]))
             for inverse in self._inverses(*call):
                 removed = (beside, Action("", (inverse,)))
-                yield Change(f"{LEFT_OVER}, removed", f"{what} and removed again, first", (*removed, *all_of))
+                yield Change(REMOVED_AGAIN, f"{what} and removed again, first", (*removed, *all_of))
 
     def _made_beside(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield calls with own names and nearly those of the work in the place of each text."""
         made = {name: given for action in self._actions for name, given in action.calls}
         for name, known in self._properties.items():
             for key, schema in known.items():
-                if schema.get("type", "string") != "string" or schema.get("enum"):
+                if type_of(schema) not in ("", "string") or schema.get("enum"):
                     continue
                 base = made.get(name) or self._filled(known)
                 for other in (*OWN_NAMES, *(near for word in self._names() for near in near_names(word))):
@@ -210,7 +213,7 @@ class Mutants:
         """Arguments for a call, with words of the episode where a text is wanted."""
         named = {}
         for name, schema in known.items():
-            is_text = schema.get("type", "string") == "string" and not schema.get("enum") and self._words
+            is_text = type_of(schema) in ("", "string") and not schema.get("enum") and self._words
             likely = self._words[: self._rng.choice((_LIKELY, len(self._words)))]
             named[name] = self._rng.choice(likely) if is_text else sample(schema, self._rng)
         return named
@@ -224,6 +227,7 @@ _SHOWN_ACTIONS = 600
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _MEMBER_SHARE = 4
 """One part of so many of the plays asks whether each argument shows."""
+_PUNISHED = "What was made and removed again costs nothing, unless the task says that it does"
 _UNSHOWN = "Show it under `view` and look at it in the reward, or refuse or leave out the argument"
 _NO_SCRIPT = (
     "Give the class, or the module of a verifier, demonstrate(request) that yields Demonstration(task, turns), as "
@@ -239,12 +243,14 @@ _NO_VIEW = (
 @dataclass
 class Tally:
     """Counts the mutants of one task: ``paid`` in full; of those, ``unequal`` leave another state; ``underpaid`` leave
-    the same state and earn less. ``members`` counts arguments whose value shows nowhere."""
+    the same state and earn less; of these, ``punished`` made something beside the work and removed it again.
+    ``members`` counts arguments whose value shows nowhere."""
 
     mutants: int = 0
     paid: int = 0
     unequal: int = 0
     underpaid: int = 0
+    punished: int = 0
     members: int = 0
 
     def remark(self, *, described: bool) -> str:
@@ -343,7 +349,7 @@ class Mutation:
             self._tell_members(template, tally)
             played += tally.mutants
             described = self.outcome.described
-            reads = bool(tally.members or (tally.paid and not described))
+            reads = bool(tally.members or tally.punished or (tally.paid and not described))
             outcome = FAULT if faults or tally.unequal else READ if reads else OK
             end(template, outcome, tally.remark(described=described))
         if not self.outcome.described and self.outcome.listed:
@@ -383,8 +389,9 @@ class Mutation:
         self, script: Demonstration, whole: Episode, actions: Sequence[Action], most: int, rng: random.Random
     ) -> None:
         """Find out, by ``most`` plays or a few more, which arguments have values that nothing tells apart."""
-        members, plays = _members(actions, whole.tools), 0
+        members = _members(actions, whole.tools)
         rng.shuffle(members)
+        plays = 0
         for member in members:
             values = other_values(actions[member.action].calls[member.call][1].get(member.name), member.schema)
             if self._shows.get((member.tool, member.name)) or not values:
@@ -445,9 +452,15 @@ class Mutation:
         paid = mutant.paid >= whole.paid - _ALIKE or (described and mutant.solved and whole.solved)
         tally.paid += paid
         tally.underpaid += equal and not paid
-        if described:
+        made_nothing = change.kind == REMOVED_AGAIN and (len(mutant.views) < 2 or mutant.views[0] == mutant.views[1])
+        if described and not made_nothing:
             kind = change.kind.partition(",")[0]
             self.outcome.kinds.setdefault(kind, Counts()).add(right=equal, paid=paid)
+        if change.kind == REMOVED_AGAIN and equal and not paid and not made_nothing:
+            tally.punished += 1
+            what = f"a reward of {mutant.paid:g} for the same state ({change.what})"
+            kind = f"{template} {change.kind}"
+            self._add(Finding(MUTANTS, what, _PUNISHED, task=script.task.id, is_fault=False, kind=kind))
         if not paid or equal:
             return
         tally.unequal += described

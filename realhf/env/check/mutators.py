@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise, zip_longest
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from realhf.env.check.scripts import type_of
+
 T = TypeVar("T")
 LEFT_OUT, DOUBLED, REORDERED, FIRST = "left out", "doubled", "reordered", "beside"
 REMOVED, CHANGED, ADDED = "argument removed", "argument changed", "argument added"
 EXCHANGED, NEIGHBOUR = "arguments exchanged", "neighbour"
 CUT, WORD_OUT, WORD_CHANGED = "cut off", "word left out", "word changed"
 SWAPPED, MORE = "words swapped", "said more"
-LEFT_OVER, EXACT_NAME = "left over", "exact name"
+LEFT_OVER, EXACT_NAME, REMOVED_AGAIN = "left over", "exact name", "made and removed again"
 OWN_NAMES = ("own", "tmp", "test-1")
 """Names that no task uses."""
 _MOST_NEIGHBOURS = 4
@@ -168,7 +170,7 @@ def near_names(name: str) -> list[str]:
 def other_values(value: Any, schema: Mapping[str, Any]) -> list[Any]:
     """Return values that mean something else than ``value`` (None: not given), a few at most: those that the schema
     lists, or others of its type. There are none for a type that has no plain values."""
-    kind = schema.get("type", "string" if value is None else "")
+    kind = type_of(schema) or ("string" if value is None else "")
     if schema.get("enum"):
         others = [*schema["enum"]]
     elif isinstance(value, bool) or kind == "boolean":
@@ -229,7 +231,7 @@ def _possible(schema: Mapping[str, Any], words: Sequence[str]) -> list[Any]:
         return [*schema["enum"]]
     numbers = [schema[bound] for bound in ("minimum", "maximum") if bound in schema]
     known = {"boolean": [True, False], "integer": [*numbers, 0, 1, 2], "number": [*numbers, 0, 0.5, 1], "array": [[]]}
-    return known.get(schema.get("type", "string"), [*words[:_MOST_NEIGHBOURS], ""])
+    return known.get(type_of(schema), [*words[:_MOST_NEIGHBOURS], ""])
 
 
 def _shape(word: str) -> str:

@@ -38,6 +38,12 @@ def call_text(name: str, arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+def type_of(schema: Mapping[str, Any]) -> str:
+    """Return the type that a JSON schema names, of several the first that has values; "" where it names none."""
+    named = schema.get("type", "")
+    return named if isinstance(named, str) else next((each for each in named if each != "null"), "null")
+
+
 def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any:
     """Draw a value that fits a JSON schema, as far as its type goes."""
     if "const" in schema:
@@ -47,8 +53,7 @@ def sample(schema: Mapping[str, Any], rng: random.Random, depth: int = 0) -> Any
     if isinstance(choices := schema.get("anyOf") or schema.get("oneOf"), list | tuple) and choices:
         first = choices[0]
         return sample(first, rng, depth + 1) if isinstance(first, Mapping) and depth < 8 else None
-    kind = schema.get("type", "string")
-    kind = kind if isinstance(kind, str) else next(iter(kind), "null")
+    kind = type_of(schema) or "string"
     if kind == "object":
         return _sample_object(schema, rng, depth)
     if kind == "array":

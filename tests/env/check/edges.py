@@ -130,3 +130,24 @@ class Stripped(Shelf):
 
     def counted(self):
         return {name.rstrip(): rest for name, rest in self.boxes.items()}
+
+
+class Unforgiving(Shelf):
+    """Pays nothing where something was ever taken off."""
+
+    def reset(self, box, width, **row):
+        self.taken_off = False
+        return super().reset(box, width, **row)
+
+    def delete_box(self, box: str) -> str:
+        """Take a box off the shelf.
+
+        Args:
+            box: its name
+        """
+        said = super().delete_box(box)
+        self.taken_off = True
+        return said
+
+    def get_reward(self) -> float:
+        return 0.0 if self.taken_off else super().get_reward()

@@ -23,6 +23,7 @@ from realhf.env.check.mutators import (
     LEFT_OVER,
     NEIGHBOUR,
     REMOVED,
+    REMOVED_AGAIN,
     REORDERED,
     Change,
     changed_arguments,
@@ -38,6 +39,7 @@ from realhf.env.check.mutators import (
     words_of,
 )
 from realhf.env.check.report import Order
+from realhf.env.check.scripts import type_of
 
 
 def test_actions_are_left_out_doubled_swapped_and_reversed() -> None:
@@ -246,8 +248,25 @@ def test_an_argument_whose_value_shows_nowhere_is_to_be_read_once_for_each_templ
 def test_a_reward_whose_edges_are_closed_stays_clean_and_pays_for_what_is_removed_again() -> None:
     found = Mutated(f"{EDGES}:Shelf", most=240)
     assert not found.lines and not found.outcome["members"] and found.outcomes == ["ok", "ok"]
-    left_over = found.outcome["kinds"][LEFT_OVER]
-    assert left_over["wrong"] > 10 and left_over["right"] > 0 == left_over["refused"]
+    assert found.outcome["kinds"][LEFT_OVER]["wrong"] > 10
+    removed = found.outcome["kinds"][REMOVED_AGAIN]
+    assert removed["right"] > 10 and removed["refused"] == 0
+
+
+def test_who_is_not_paid_for_what_was_removed_again_is_to_be_read() -> None:
+    found = Mutated(f"{EDGES}:Unforgiving", most=240)
+    assert found.outcomes == ["read", "read"]
+    removed = found.outcome["kinds"][REMOVED_AGAIN]
+    assert removed["refused"] == removed["right"] > 10
+    assert any("for the same state" in line and "removed again" in line for line in found.lines)
+
+
+def test_an_argument_of_two_types_is_changed() -> None:
+    schema = {"type": ["null", "string"]}
+    tools = [{"function": {"name": "put", "parameters": {"properties": {"box": schema, "note": schema}}}}]
+    mutants = Mutants([Action("", (("put", {"box": "tea"}),))], tools, ["tea"], random.Random(0), described=True)
+    assert any("note" in call[1] for change in mutants for action in change.value for call in action.calls)
+    assert type_of(schema) == "string" and other_values("tea", schema)
 
 
 def test_the_command_ends_with_1_for_a_reward_that_is_bought_and_prints_json(
