@@ -156,10 +156,9 @@ def _pairs(row: Wiring, key: Key, attributes: Mapping[str, Any], target: Resourc
     for wire in jmespath.search(row.wires, attributes) or ():
         words = {name: value for name, value in wire.items() if isinstance(value, str)}
         if "function" in words:
-            function = target.get(
-                ("lambda", "functions", words["function"].partition(":function:")[2].split(":")[0]), {}
-            )
-            words["role"] = str(function.get("config", {}).get("Role", ""))
+            function = words["function"].partition(":function:")[2].split(":")[0]
+            config = target.get(("lambda", "functions", function), {}).get("config", {})
+            words["role"] = str(config.get("Role", ""))
         for arn in sorted(set(re.findall(row.to, words.get("target", "")))):
             yield {**common, **words, "target": arn, "name": re.split("[:/]", arn)[-1]}
 

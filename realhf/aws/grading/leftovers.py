@@ -45,9 +45,15 @@ _STACK = ("cloudformation", "stacks")
 _DECLARED = re.compile(r"^_resources/[^/]+/PhysicalResourceId$")
 _GRANTS = frozenset(
     {
-        *("AWS::IAM::ManagedPolicy", "AWS::IAM::Policy", "AWS::IAM::RolePolicy", "AWS::Lambda::Permission"),
-        *("AWS::S3::BucketPolicy", "AWS::SNS::TopicInlinePolicy", "AWS::SNS::TopicPolicy"),
-        *("AWS::SQS::QueueInlinePolicy", "AWS::SQS::QueuePolicy"),
+        "AWS::IAM::ManagedPolicy",
+        "AWS::IAM::Policy",
+        "AWS::IAM::RolePolicy",
+        "AWS::Lambda::Permission",
+        "AWS::S3::BucketPolicy",
+        "AWS::SNS::TopicInlinePolicy",
+        "AWS::SNS::TopicPolicy",
+        "AWS::SQS::QueueInlinePolicy",
+        "AWS::SQS::QueuePolicy",
     }
 )
 """Types of a template that are judged as grants, where they take effect; what names them says nothing."""

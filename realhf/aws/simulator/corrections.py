@@ -106,7 +106,7 @@ def _end_workflows_with_their_machine() -> None:
     delete = workflows._delete_state_machine
 
     def deleted(request: Mapping[str, Any]) -> Answer:
-        for execution in workflows._executions.values():
+        for execution in [*workflows._executions.values()]:  # executions begin meanwhile in other threads
             if execution["stateMachineArn"] == request.get("stateMachineArn") and execution["status"] == "RUNNING":
                 execution["status"] = "ABORTED"
         return delete(request)

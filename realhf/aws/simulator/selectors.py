@@ -54,13 +54,16 @@ class Narrowing:
 
 @cache
 def narrowings() -> tuple[Narrowing, ...]:
-    """Return the selectors of ``narrowings.yaml``. Raises TypeError or ValueError for a row that is malformed."""
+    """Return the selectors of ``narrowings.yaml``. Raises ValueError with the row for one that is malformed."""
     found = []
     for row in yaml.load(_NARROWINGS.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader):
-        service, operation = row.pop("at").split()
-        unknown = row.pop("unknown", None)
-        items = (row.pop("items"),)
-        found.append(Narrowing(service, operation, items=items, unknown=unknown and tuple(unknown), **row))
+        try:
+            service, operation = row["at"].split()
+            unknown = tuple(row["unknown"]) if "unknown" in row else None
+            rest = {name: value for name, value in row.items() if name not in ("at", "items", "unknown")}
+            found.append(Narrowing(service, operation, items=(row["items"],), unknown=unknown, **rest))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{_NARROWINGS}: {row}: {error!r}") from None
     return tuple(found)
 
 
