@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import realhf
 from realhf.api.calls import (
     COMMITTED,
     EVALUATE,
@@ -634,6 +635,7 @@ def _same_weights(saved: str | None, current: str | None) -> bool:
 def main() -> int:
     """Run the master of a plan. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
     parser.add_argument("--run-id", required=True)
     add_key_file(parser)

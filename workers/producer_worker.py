@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import realhf
 from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.environment import RolloutOutcome, task_of
@@ -174,6 +175,7 @@ def _result(item: SourceItem, outcomes: Sequence[RolloutOutcome]) -> SampleResul
 def command_line() -> argparse.ArgumentParser:
     """Return the flags of the producer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add = parser.add_argument
     add("--server", required=True, help="URL of the trajectory server")
     add("--token-file", default="", help="file with the server's bearer token")

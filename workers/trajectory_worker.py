@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import uvicorn
 
+import realhf
 from realhf.base import process_clock
 from realhf.base.loopback import is_loopback_host
 from realhf.scheduler.child import leave
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def command_line() -> argparse.ArgumentParser:
     """Flags of the server, and those that a launcher gives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add_arguments(parser.add_argument_group("settings"))
     run = parser.add_argument_group("the training run")
     run.add_argument("--master", required=True, help="endpoint of the master worker")

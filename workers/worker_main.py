@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import realhf
 from realhf.api.config import NetworkConfig
 from realhf.api.experiment import RunPlan
 from realhf.base.plugin import load_plugin
@@ -77,6 +78,7 @@ def run_planned(
     """Read ``--run-dir --run-id --master --index --key-file`` and what ``more`` adds, and run ``work(plan,
     arguments)``; the exit code."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--master", required=True, help="the master's endpoint")

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
+import realhf
 from realhf.api.config import GenConfig
 from realhf.api.environment import FAILURE_STATUSES, Environment, RolloutOutcome, Turn
 from realhf.api.evaluation import mean_interval, wilson_interval
@@ -314,6 +315,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.aws.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add = parser.add_argument
     add(
         "--model",

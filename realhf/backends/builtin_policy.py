@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import realhf
 from realhf.api.config import BuiltinModelConfig
 from realhf.api.messages import demonstration_problems
 from realhf.base.files import whole_folder
@@ -144,6 +145,7 @@ def main() -> None:
     """Build the built-in policy as the command line says."""
     defaults = BuiltinModelConfig()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument(
         "--demonstrations", type=Path, help="JSONL with a 'messages' list per line; without it, a token is a byte"
     )

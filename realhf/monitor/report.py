@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import realhf
 from realhf.monitor.trace import merge_traces
 from realhf.view.report import ROLLOUT_BYTES, write_report
 from realhf.view.run_folder import MARKS, is_run
@@ -21,6 +22,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("--no-rollouts", action="store_true", help="leave out conversations and tokens")
     given = parser.parse_args()

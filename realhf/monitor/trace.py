@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+import realhf
 from realhf.api.trace import Tracer
 from realhf.base.files import whole_file
 from realhf.monitor.run_files import HostLanes
@@ -370,6 +371,7 @@ class _TraceFile:
 def main() -> int:
     """Write ``trace.json`` of the run folder named on the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("run_dir", type=Path)
     args = parser.parse_args()
     path = merge_traces(args.run_dir)

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+import realhf
 from realhf.api.chat_template import parse_turn
 from realhf.api.environment import (
     AssistantMessage,
@@ -130,6 +131,7 @@ async def played(spec: EnvironmentSpec, scripts: Sequence[Demonstration]) -> lis
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program. Returns the exit status; argparse exits on wrong options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("environment", help="a registered name, or file.py:Name")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to write")
     parser.add_argument("--options", type=json.loads, default={}, help="the environment's own options, as JSON")

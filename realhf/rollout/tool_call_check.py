@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import realhf
 from realhf.api.chat_template import TemplateChat
 from realhf.api.environment import DemonstrationRequest, EnvironmentSpec
 from realhf.api.tool_parser import AUTO, FAMILIES, parse_turn, schema_kinds
@@ -82,6 +83,7 @@ def _value(schema: Any) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program. Returns the exit status; argparse exits on wrong options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("environment", help="a registered name, or file.py:Name")
     parser.add_argument("--options", type=json.loads, default={}, help="the environment's own options, as JSON")
     parser.add_argument("--model", required=True, help="a folder or hub id with a tokenizer")

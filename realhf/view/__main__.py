@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import realhf
 from realhf.base.http_guard import guarded_http
 from realhf.monitor.rollouts.export import export_command
 from realhf.view.run import Run, RunList
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_OR_FOLDER")
     parser.add_argument("--follow", action="store_true", help="show new steps and rollouts as they are written")
     parser.add_argument("--port", type=int, default=PORT, help=f"port on 127.0.0.1; 0: a free one (default {PORT})")

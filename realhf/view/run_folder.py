@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import realhf
 from realhf.base.files import open_plain, write_whole
 from realhf.base.text import printable
 
@@ -159,6 +160,7 @@ def note_command(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view note", description="Write or print what a person has to say about a run."
     )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument("text", nargs="?", help='the note, in place of the one before; "" removes it')
     parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="add a tag; may be given again")

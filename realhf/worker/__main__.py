@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import realhf
 from realhf.cluster.agent import HostAgent, temporary
 from realhf.cluster.cluster_keys import HostKey, HostKeys
 from realhf.cluster.options import ELASTIC, HOST_NAME
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.worker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("--join", required=True, metavar="tcp://HOST:PORT", help="the launcher's control endpoint")
     parser.add_argument(
         "--key-file", type=Path, required=True, help="the key of this host (mode 600); -: standard input"

@@ -14,6 +14,7 @@ import pytest
 
 import realhf
 from realhf.__main__ import COMMANDS, main
+from realhf.view.__main__ import main as view
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = [command.removeprefix("python -m ") for command in COMMANDS if command.startswith("python -m ")]
@@ -88,3 +89,50 @@ def test_other_errors_and_programs_of_others_keep_their_tracebacks() -> None:
     assert "Traceback" in run(sys.executable, "-c", code).stderr
     code = "import sys; sys.argv = ['-m']; import realhf; raise ValueError('x')"
     assert "Traceback" in run(sys.executable, "-c", code).stderr
+
+
+def programs() -> list[str]:
+    """Every module that a person may start with ``python -m`` and that reads a command line."""
+    found = {path for folder in ("realhf", "workers") for path in (ROOT / folder).rglob("*.py")}
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(found)}
+    reads = {path for path, text in texts.items() if "ArgumentParser(" in text or "run_planned(" in text}
+    starts = {path for path, text in texts.items() if '__name__ == "__main__"' in text}
+    packages = {path for path in starts if path.name == "__main__.py"}
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+        for path in sorted((reads & starts) | packages)
+    ]
+
+
+@pytest.mark.slow
+def test_every_program_prints_its_version() -> None:
+    """Most of them answered ``--version`` with a complaint about missing arguments. One process asks all of them, so
+    that torch is imported once."""
+    asked = programs()
+    assert {"realhf.launch", "realhf.aws.evaluate", "workers.env_worker", "workers.model_worker"} <= {*asked}
+    ask = (
+        "import runpy, sys\n"
+        "for name in sys.argv.pop(1).split():\n"
+        "    sys.argv[1:] = ['--version']\n"
+        "    print(name, end=' ', flush=True)\n"
+        "    try:\n"
+        "        runpy.run_module(name, run_name='__main__', alter_sys=True)\n"
+        "    except SystemExit as ended:\n"
+        "        print('' if not ended.code else f'exit code {ended.code}', flush=True)\n"
+        "    else:\n"
+        "        print('went on', flush=True)\n"
+    )
+    done = run(sys.executable, "-c", ask, " ".join(asked))
+    assert done.returncode == 0, done.stderr
+    answers = [line for line in done.stdout.splitlines() if line]
+    wrong = [line for line in answers if not re.fullmatch(rf"\S+ [\w-]+ {re.escape(realhf.__version__)}", line)]
+    assert wrong == [] and len(answers) == len(asked), done.stderr
+
+
+def test_other_words_of_the_view_print_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """``export`` and ``note`` have parsers of their own."""
+    for word in ("export", "note"):
+        with pytest.raises(SystemExit) as ended:
+            view([word, "--version"])
+        assert ended.value.code == 0
+        assert capsys.readouterr().out == f"realhf {realhf.__version__}\n"

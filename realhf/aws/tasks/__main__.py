@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+import realhf
 from realhf.aws.episode.validation import validate
 from realhf.aws.tasks.loader import Template, get_template, load_file, load_templates
 from realhf.aws.tasks.task import TaskError
@@ -44,6 +45,7 @@ def verdicts(templates: Sequence[Template], found: dict[int, list[str]]) -> Tabl
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m realhf.aws.tasks", description=(__doc__ or "").strip())
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("action", choices=["validate"])
     parser.add_argument("files", nargs="*", type=Path, help="YAML files of tasks of one's own, instead of ours")
     parser.add_argument("--tiers", nargs="+", help="default: all; of files the one that they are of")

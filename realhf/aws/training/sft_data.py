@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+import realhf
 from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening, RolloutOutcome, Turn
 from realhf.api.generation import TokenSource
 from realhf.aws.episode.pooled_environment import MESSAGE_TIMEOUT_S, pooled_environment
@@ -177,6 +178,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    found.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add = found.add_argument
     default = " ".join(f"{kind}={share:g}" for kind, share in DEFAULT_MIX.items())
     add("--out", type=Path, required=True, help="JSONL file to write; statistics go to <out>.stats.json")

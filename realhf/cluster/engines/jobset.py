@@ -25,6 +25,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import realhf
+
 PORT = 7788
 GROUP = 65532
 """Files of the secret and of the claim belong to this group, which a user of the image other than root has, too."""
@@ -124,6 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("name", help="name of the JobSet and of its secret")
     parser.add_argument("--image", default="realhf:latest", help="container image (%(default)s)")
     parser.add_argument("--claim", default="realhf-runs", help="persistent volume claim of /runs (%(default)s)")

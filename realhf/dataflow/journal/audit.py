@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import realhf
 from realhf.dataflow.journal.journal import (
     ARCHIVE,
     Accept,
@@ -210,6 +211,7 @@ def audit_folder(folder: Path) -> Tally:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 if the journal balances."""
     parser = argparse.ArgumentParser(description="Count what became of every sample of an asynchronous run.")
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("folder", type=Path, help="the folder with journal-<n>.log")
     try:
         tally = audit_folder(parser.parse_args(arguments).folder)

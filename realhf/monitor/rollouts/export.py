@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+import realhf
 from realhf.base.files import whole_file
 from realhf.base.installation import install_command
 from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, readable, repaired
@@ -312,6 +313,7 @@ def export_command(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view export", description="Write the rollouts of a run for other programs."
     )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     parser.add_argument("--to", choices=[*KINDS], required=True, help="the format")
     parser.add_argument("out", type=Path, metavar="OUT", help="a file; for inspect a folder")
