@@ -48,6 +48,7 @@ help:
 	@echo "make test-trackers  install W&B, MLflow and Trackio beside it and let them keep a killed and resumed run"
 	@echo "make test-view  start a run and follow it in Chromium, from its first step to its tokens"
 	@echo "make test-docs  run what the README and the pages print, as it stands but small: 15 to 30 minutes"
+	@echo "make docs     install MkDocs beside it and build the pages as a site, strictly: site/index.html"
 	@echo "make test-trl install TRL beside it and let its GRPOTrainer take two steps with our classes"
 	@echo "make test-verifiers  install verifiers and Gymnasium beside it and train five steps on an environment of each"
 	@echo "make test-tinker  install the client tinker beside it and let it train, sample and outlive kills of the server"
@@ -186,6 +187,18 @@ test-view: install
 
 test-docs: install
 	$(BIN)/python -m pytest -q -rs tests/docs --run-docs
+
+# The pages are read as text, so the project itself is not installed; the folder docs is there, hence .PHONY.
+.venv-docs/.installed: docs/site/constraints.txt
+	@echo "installing MkDocs into .venv-docs (half a minute)"
+	@rm -rf .venv-docs
+	@"$(PYTHON)" -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet -c docs/site/constraints.txt mkdocs-material
+	@touch $@
+
+.PHONY: docs
+docs: .venv-docs/.installed
+	.venv-docs/bin/python docs/site/build.py
 
 test-trl: install
 	@test -x .venv-trl/bin/trl || { $(BIN)/python -m venv .venv-trl \
