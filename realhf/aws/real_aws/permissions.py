@@ -42,10 +42,12 @@ ecr describe-images describe-registry describe-repositories get-lifecycle-policy
 list-images list-tags-for-resource
 ecs describe-clusters describe-services list-clusters list-services list-tags-for-resource \
 list-task-definition-families list-task-definitions list-tasks
-efs describe-access-points describe-file-systems describe-lifecycle-configuration describe-mount-targets
+efs describe-access-points describe-backup-policy describe-file-systems describe-lifecycle-configuration \
+describe-mount-targets
 elasticache describe-cache-clusters describe-cache-parameter-groups describe-cache-subnet-groups \
 describe-replication-groups
-elbv2 describe-listeners describe-load-balancers describe-target-groups
+elbv2 describe-listeners describe-load-balancer-attributes describe-load-balancers describe-target-group-attributes \
+describe-target-groups
 events describe-event-bus describe-rule list-event-buses list-rules list-tags-for-resource
 firehose list-delivery-streams list-tags-for-delivery-stream
 glue get-crawler get-crawlers get-database get-databases get-table get-tables list-crawlers list-jobs
@@ -56,8 +58,9 @@ list-instance-profiles list-policies list-role-policies list-role-tags list-role
 list-users
 kinesis describe-stream describe-stream-summary list-shards list-streams list-tags-for-stream
 kms describe-key get-key-policy get-key-rotation-status list-aliases list-keys list-resource-tags
-lambda get-alias get-event-source-mapping get-function-concurrency get-policy list-aliases list-event-source-mappings \
-list-layers list-tags
+lambda get-alias get-event-source-mapping get-function-concurrency get-function-event-invoke-config \
+get-function-url-config get-policy list-aliases list-event-source-mappings list-function-event-invoke-configs \
+list-function-url-configs list-layers list-tags
 logs describe-log-groups describe-log-streams describe-metric-filters describe-subscription-filters \
 list-tags-for-resource list-tags-log-group
 opensearch describe-domain describe-domain-config describe-domains list-domain-names list-versions

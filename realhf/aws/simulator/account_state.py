@@ -30,6 +30,7 @@ _DEEPEST = 40
 _KEPT_DRAWS = 4 << 20
 """Characters of drawn texts that are remembered between two resets."""
 _SHORTEST_DRAW = 6
+_MOST_BITS = 10_000
 _LONGEST_DRAW = 64
 """Bytes."""
 _LONGEST_RUN = 4096
@@ -222,7 +223,8 @@ class _Teller:
     def tell(self, value: Any, depth: int = 0) -> Any:
         """Return a value as plain data. Raises TooLarge."""
         if value is None or isinstance(value, (bool, int, float)):
-            return value
+            # Python refuses to write larger integers in decimals, and a template may hold them in hexadecimals.
+            return hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST:
             raise TooLarge(f"an account of more than {MOST_LEAVES} parts, or deeper than {_DEEPEST}")

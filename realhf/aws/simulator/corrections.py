@@ -26,10 +26,16 @@ def install() -> None:
         _keep_dns_names_in_lower_case,
         _answer_polls_in_time,
         _know_groups_by_name,
+        _update_all_of_a_group,
         _keep_groups_in_bounds,
         _spread_groups_over_zones_alike,
+        _name_launch_templates_in_full,
         _match_families,
         _forward_to_one_group,
+        _know_balancers_of_groups,
+        _take_versions_of_templates_back,
+        _complete_modified_volumes,
+        _change_domains_in_part,
         _make_by_template_as_by_request,
         _know_sets_by_name,
         _end_workflows_with_their_machine,
@@ -157,6 +163,71 @@ def _keep_groups_in_bounds() -> None:
         return update({**request, "DesiredCapacity": [str(desired)]})
 
     autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = updated
+    _before(autoscaling._ACTION_MAP, "SetDesiredCapacity", _bounds_of_group)
+
+
+def _bounds_of_group(request: Parameters) -> Answer | None:
+    scaling = _module("autoscaling")
+    group = scaling._asgs.get(scaling._p(request, "AutoScalingGroupName"))
+    asked = scaling._p(request, "DesiredCapacity")
+    if group is None or not asked or int(group["MinSize"]) <= int(asked) <= int(group["MaxSize"]):
+        return None
+    side, bound = ("below min", "MinSize") if int(asked) < int(group["MinSize"]) else ("above max", "MaxSize")
+    told = f"New SetDesiredCapacity value {asked} is {side} value {group[bound]} for the AutoScalingGroup."
+    return scaling._error("ValidationError", told)
+
+
+def _update_all_of_a_group() -> None:
+    """Update what MiniStack drops from a request about an Auto Scaling group: its zones, what its machines are launched
+    from, how they end.
+
+    https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_UpdateAutoScalingGroup.html
+    """
+    autoscaling = _module("autoscaling")
+    update = autoscaling._ACTION_MAP["UpdateAutoScalingGroup"]
+
+    def updated(request: Parameters) -> Answer:
+        group = autoscaling._asgs.get(autoscaling._p(request, "AutoScalingGroupName"))
+        if group is None:
+            return update(request)
+        for member in ("AvailabilityZones", "TerminationPolicies"):
+            group[member] = autoscaling._parse_member_list(request, member) or group[member]
+        protected = autoscaling._p(request, "NewInstancesProtectedFromScaleIn")
+        if protected:
+            group["NewInstancesProtectedFromScaleIn"] = protected == "true"
+        configuration = autoscaling._p(request, "LaunchConfigurationName")
+        if configuration:
+            group["LaunchConfigurationName"] = configuration
+            group["LaunchTemplate"] = {}
+        template = [autoscaling._p(request, f"LaunchTemplate.LaunchTemplate{part}") for part in ("Id", "Name")]
+        if any(template):
+            version = autoscaling._p(request, "LaunchTemplate.Version") or "$Default"
+            named = template[0] or template[1]
+            group["LaunchConfigurationName"] = ""
+            group["LaunchTemplate"] = {"LaunchTemplateId": named, "LaunchTemplateName": named, "Version": version}
+        return update(request)
+
+    autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = updated
+
+
+def _name_launch_templates_in_full() -> None:
+    """Show the launch template of an Auto Scaling group by id and by name, however the request named it; MiniStack
+    shows either as both.
+
+    https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_LaunchTemplateSpecification.html
+    """
+    autoscaling = _module("autoscaling")
+    reconcile = autoscaling._reconcile_instances
+
+    def reconciled(group: dict[str, Any]) -> None:
+        named = group["LaunchTemplate"].get("LaunchTemplateId")
+        for key, template in _module("ec2")._launch_templates.items():
+            if named in (key, template["LaunchTemplateName"]):
+                full = {"LaunchTemplateId": key, "LaunchTemplateName": template["LaunchTemplateName"]}
+                group["LaunchTemplate"] |= full
+        reconcile(group)
+
+    autoscaling._reconcile_instances = reconciled
 
 
 def _spread_groups_over_zones_alike() -> None:
@@ -217,6 +288,148 @@ def _forward_to_one_group() -> None:
         return actions
 
     alb._parse_actions = parsed
+
+
+def _know_balancers_of_groups() -> None:
+    """Say of a target group which load balancers use it, as the listeners are now, and end listeners with their load
+    balancer: MiniStack keeps both, whatever becomes of what they say.
+
+    https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_TargetGroup.html
+    https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_DeleteLoadBalancer.html
+    """
+    alb = _module("alb")
+
+    def followed(handler: Handler) -> Handler:
+        def handle(request: Parameters) -> Answer:
+            answer = handler(request)
+            for arn in [arn for arn, held in alb._listeners.items() if held["LoadBalancerArn"] not in alb._lbs]:
+                alb._delete_listener({"ListenerArn": [arn]})
+            users: dict[str, list[str]] = {}
+            for rule in alb._rules.values():
+                listener = alb._listeners.get(rule["ListenerArn"])
+                for action in rule["Actions"] if listener else ():
+                    known = users.setdefault(action.get("TargetGroupArn", ""), [])
+                    if listener["LoadBalancerArn"] not in known:
+                        known.append(listener["LoadBalancerArn"])
+            for arn, group in alb._tgs.items():
+                group["LoadBalancerArns"] = users.get(arn, [])
+            return answer
+
+        return handle
+
+    for operation in ("CreateListener", "ModifyListener", "DeleteListener", "DeleteLoadBalancer"):
+        alb._ACTION_MAP[operation] = followed(alb._ACTION_MAP[operation])
+
+
+def _take_versions_of_templates_back() -> None:
+    """Delete versions of a launch template, which MiniStack can only add, and know the source of a new one by
+    ``$Latest`` and ``$Default``. The number of the last version is given again once that is deleted.
+
+    https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DeleteLaunchTemplateVersions.html
+    https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_CreateLaunchTemplateVersion.html
+    """
+    ec2 = _module("ec2")
+    create = ec2._ACTION_MAP["CreateLaunchTemplateVersion"]
+
+    def created(request: Parameters) -> Answer:
+        template = _template_named_by(request)
+        source = ec2._p(request, "SourceVersion")
+        if template is None or not source:
+            return create(request)
+        number = _version_number(template, source)
+        if number not in {str(version["VersionNumber"]) for version in template["Versions"]}:
+            message = f"Could not find launch template version {source} for the specified launch template."
+            return ec2._error("InvalidLaunchTemplateId.VersionNotFound", ec2._esc(message), 400)
+        return create({**request, "SourceVersion": [number]})
+
+    def deleted(request: Parameters) -> Answer:
+        template = _template_named_by(request)
+        if template is None:
+            message = "At least one of the launch templates specified in the request does not exist."
+            return ec2._error("InvalidLaunchTemplateId.NotFound", message, 400)
+        gone = refused = ""
+        for asked in ec2._parse_member_list(request, "LaunchTemplateVersion"):
+            number = _version_number(template, asked)
+            left = [version for version in template["Versions"] if str(version["VersionNumber"]) != number]
+            item = f"<launchTemplateId>{template['LaunchTemplateId']}</launchTemplateId>"
+            item += f"<launchTemplateName>{ec2._esc(template['LaunchTemplateName'])}</launchTemplateName>"
+            item += f"<versionNumber>{ec2._esc(number)}</versionNumber>"
+            if len(left) == len(template["Versions"]):
+                code = "launchTemplateVersionDoesNotExist"
+                refused += f"<item>{item}<responseError><code>{code}</code></responseError></item>"
+            elif number == str(template["DefaultVersionNumber"]):
+                message = "The default version of a launch template cannot be deleted."
+                error = f"<code>unexpectedError</code><message>{message}</message>"
+                refused += f"<item>{item}<responseError>{error}</responseError></item>"
+            else:
+                template["Versions"] = left
+                template["LatestVersionNumber"] = max(version["VersionNumber"] for version in left)
+                gone += f"<item>{item}</item>"
+        return ec2._xml(
+            200,
+            "DeleteLaunchTemplateVersionsResponse",
+            f"<successfullyDeletedLaunchTemplateVersionSet>{gone}</successfullyDeletedLaunchTemplateVersionSet>"
+            f"<unsuccessfullyDeletedLaunchTemplateVersionSet>{refused}</unsuccessfullyDeletedLaunchTemplateVersionSet>",
+        )
+
+    ec2._ACTION_MAP |= {"CreateLaunchTemplateVersion": created, "DeleteLaunchTemplateVersions": deleted}
+
+
+def _template_named_by(request: Parameters) -> dict[str, Any] | None:
+    ec2 = _module("ec2")
+    named = ec2._p(request, "LaunchTemplateId") or ec2._p(request, "LaunchTemplateName")
+    templates = ec2._launch_templates.items()
+    return next((held for key, held in templates if named in (key, held["LaunchTemplateName"])), None)
+
+
+def _version_number(template: Mapping[str, Any], version: str) -> str:
+    words = {"$Latest": "LatestVersionNumber", "$Default": "DefaultVersionNumber"}
+    return str(template[words[version]]) if version in words else version
+
+
+def _complete_modified_volumes() -> None:
+    """Give a volume of another type what a new one of that type has, and the throughput that was asked for: MiniStack
+    leaves both as they were.
+
+    https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_ModifyVolume.html
+    """
+    ec2 = _module("ec2")
+    modify = ec2._ACTION_MAP["ModifyVolume"]
+
+    def modified(request: Parameters) -> Answer:
+        volume = ec2._volumes.get(ec2._p(request, "VolumeId"))
+        kind = ec2._p(request, "VolumeType")
+        throughput = ec2._p(request, "Throughput")
+        if volume is not None and kind and kind != volume["VolumeType"]:
+            volume["Iops"] = 3000 if kind in ("gp3", "io1", "io2") else 0
+            volume["Throughput"] = 125 if kind == "gp3" else 0
+        if volume is not None and throughput:
+            volume["Throughput"] = int(throughput)
+        return modify(request)
+
+    ec2._ACTION_MAP["ModifyVolume"] = modified
+
+
+def _change_domains_in_part() -> None:
+    """Leave what a change of a domain does not name as it is: MiniStack puts its options in the place of all of a kind.
+
+    https://docs.aws.amazon.com/opensearch-service/latest/APIReference/API_UpdateDomainConfig.html
+    """
+    opensearch = _module("opensearch")
+    update = opensearch._update_domain_config
+
+    def updated(name: str, request: Mapping[str, Any]) -> Answer:
+        held = opensearch._domains.get(name, {})
+        return update(name, {member: _laid_over(held.get(member), value) for member, value in request.items()})
+
+    opensearch._update_domain_config = updated
+
+
+def _laid_over(held: Any, value: Any) -> Any:
+    """Return ``value`` with the members that it lacks and ``held`` has; of what is no structure ``value`` itself."""
+    if not isinstance(held, dict) or not isinstance(value, dict):
+        return value
+    return {**held, **{name: _laid_over(held.get(name), item) for name, item in value.items()}}
 
 
 def _make_by_template_as_by_request() -> None:
@@ -436,9 +649,11 @@ def _refuse_what_names_nothing() -> None:
     https://docs.aws.amazon.com/AmazonECS/latest/APIReference/API_CreateService.html
     https://docs.aws.amazon.com/AmazonRDS/latest/APIReference/API_CreateDBInstance.html
     https://docs.aws.amazon.com/IAM/latest/APIReference/API_AttachRolePolicy.html
+    https://docs.aws.amazon.com/IAM/latest/APIReference/API_PutRolePermissionsBoundary.html
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html
     https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_CreateTargetGroup.html
     https://docs.aws.amazon.com/lambda/latest/api/API_CreateAlias.html
+    https://docs.aws.amazon.com/lambda/latest/api/API_UpdateAlias.html
     https://docs.aws.amazon.com/athena/latest/APIReference/API_CreateNamedQuery.html
     https://docs.aws.amazon.com/firehose/latest/APIReference/API_CreateDeliveryStream.html
     """
@@ -450,21 +665,27 @@ def _refuse_what_names_nothing() -> None:
     _before(scaling._ACTION_MAP, "UpdateAutoScalingGroup", _source_of_machines)
     _before(scaling._ACTION_MAP, "PutScalingPolicy", _group_of_policy)
     _before(vars(_module("elasticache")), "_create_cache_cluster", _groups_of_cache)
+    _before(vars(_module("elasticache")), "_modify_cache_cluster", _groups_of_cache)
     _before(_module("ecs")._ACTION_MAP, "CreateService", _parts_of_service)
     _before(_module("rds")._ACTION_MAP, "CreateDBInstance", _subnets_of_database)
     for principal in ("Role", "User", "Group"):
         _before(_module("iam")._IAM_HANDLERS, f"Attach{principal}Policy", _attached_policy)
+    for principal in ("Role", "User"):
+        _before(_module("iam")._IAM_HANDLERS, f"Put{principal}PermissionsBoundary", _policy_of_boundary)
     machines = _module("ec2")._ACTION_MAP
     for operation in ("CreateSubnet", "CreateSecurityGroup", "CreateRouteTable", "AttachInternetGateway"):
         _before(machines, operation, _network_of)
     _before(machines, "RunInstances", _parts_of_machine)
     balancers = _module("alb")._ACTION_MAP
     _before(balancers, "CreateLoadBalancer", _subnets_of_balancer)
+    _before(balancers, "SetSubnets", _subnets_of_balancer)
     _before(balancers, "CreateTargetGroup", _network_of_targets)
     _before(vars(_module("lambda_svc")), "_create_alias", _version_of_alias)
+    _before(vars(_module("lambda_svc")), "_update_alias", _version_of_updated_alias)
     _before(vars(_module("lambda_svc")), "_create_esm", _queue_of_mapping)
     _before(vars(_module("athena")), "_create_named_query", _work_group_of_query)
-    _before(_module("firehose")._HANDLERS, "CreateDeliveryStream", _bucket_of_delivery)
+    for operation in ("CreateDeliveryStream", "UpdateDestination"):
+        _before(_module("firehose")._HANDLERS, operation, _bucket_of_delivery)
 
 
 def _json_error(code: str, message: str, status: int = 400) -> Answer:
@@ -480,7 +701,8 @@ def _bucket_of_trail(request: Mapping[str, Any]) -> Answer | None:
 
 def _bucket_of_delivery(request: Mapping[str, Any]) -> Answer | None:
     buckets = _module("s3")._buckets
-    for member in ("ExtendedS3DestinationConfiguration", "S3DestinationConfiguration"):
+    members = (f"{kind}S3Destination{what}" for kind in ("Extended", "") for what in ("Configuration", "Update"))
+    for member in members:
         arn = (request.get(member) or {}).get("BucketARN", "")
         if arn and arn.removeprefix("arn:aws:s3:::") not in buckets:
             return _json_error("InvalidArgumentException", f"The bucket {arn} does not exist.", 400)
@@ -551,6 +773,14 @@ def _attached_policy(request: Parameters) -> Answer | None:
     return iam._error(404, "NoSuchEntity", f"Policy {arn} does not exist or is not attachable.", ns="iam")
 
 
+def _policy_of_boundary(request: Parameters) -> Answer | None:
+    iam = _module("iam")
+    arn = iam._p(request, "PermissionsBoundary")
+    if iam._is_aws_managed_arn(arn) or arn in iam._policies:
+        return None
+    return iam._error(404, "NoSuchEntity", f"Scope ARN: {arn} does not exist or is not attachable.", ns="iam")
+
+
 def _absent(name: str, store: Container[str], code: str, message: str) -> Answer | None:
     """Return the error of EC2 for what ``store`` does not have; None for what it has, and for no name."""
     ec2 = _module("ec2")
@@ -616,6 +846,10 @@ def _version_of_alias(function: str, request: Mapping[str, Any]) -> Answer | Non
         return None
     told = f"Function not found: {functions._func_arn(function)}:{version}"
     return _json_error("ResourceNotFoundException", told, 404)
+
+
+def _version_of_updated_alias(function: str, _: str, request: Mapping[str, Any]) -> Answer | None:
+    return _version_of_alias(function, request) if "FunctionVersion" in request else None
 
 
 def _queue_of_mapping(request: Mapping[str, Any]) -> Answer | None:

@@ -64,12 +64,19 @@ NAMED_OTHERWISE = {
 SETTING = "a setting that every such resource has: the same operation sets it back"
 RECORD = "a record, which AWS lets nobody remove; it goes with what holds it, or by its retention"
 WITHOUT_COUNTERPART = {
+    "autoscaling SetDesiredCapacity": SETTING,
     "cloudtrail PutEventSelectors": SETTING,
     "cloudwatch PutMetricData": RECORD,
     "cloudwatch SetAlarmState": SETTING,
+    "cognito-idp SetUserPoolMfaConfig": SETTING,
     "ecr PutImageScanningConfiguration": SETTING,
     "ecr PutImageTagMutability": SETTING,
+    "ecs PutClusterCapacityProviders": SETTING,
+    "efs PutBackupPolicy": SETTING,
     "efs PutLifecycleConfiguration": SETTING,
+    "elbv2 SetIpAddressType": SETTING,
+    "elbv2 SetSecurityGroups": SETTING,
+    "elbv2 SetSubnets": SETTING,
     "events PutEvents": RECORD,
     "firehose PutRecord": RECORD,
     "firehose PutRecordBatch": RECORD,

