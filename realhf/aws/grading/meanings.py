@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -17,10 +17,15 @@ import yaml
 
 Key = tuple[str, str, str]
 """Service, kind and identity of a resource. A kind with a ``/`` lies within a resource of the kind before it."""
+Drops = Callable[[str, Mapping[str, Any]], bool]
+"""Says whether a text is to be dropped from the innermost structure that holds it."""
 DOCUMENT = "{document}"
 """Stands, in paths, before what somebody wrote in words of their own: none of it is the service's."""
 _TAG_OF_RESOURCE = "aws:ResourceTag/"
 _QUOTED_WORD = re.compile(r'"(\w+)"')
+_REFERENCE = re.compile(r"\{([^{}]+)\}")
+_BESIDE = "./"
+"""Begins the path of a member that lies beside the one in question; other paths begin at the resource."""
 
 
 @cache
@@ -117,17 +122,23 @@ def without_saying(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:
     if kind == "backup/selections":
         attributes = _selected_by_tag(attributes)
     for path in _tables()["descriptions_in_lists"].get(kind, ()):
-        attributes = _without(attributes, path.split("/"), lambda _: True)
+        attributes = _without(attributes, path.split("/"), lambda _text, _holder: True)
     for default in _tables()["defaults"].get(kind, ()):
-        if all(_said(attributes, path) == value for path, value in default.get("where", {}).items()):
-            usual = default["is"]
-            if usual.startswith("{"):
-                usual = _said(attributes, usual[1:-1])
-            attributes = _without(attributes, default["path"].split("/"), usual.__eq__)
+        attributes = _without(attributes, default["path"].split("/"), partial(_is_usual, default, attributes))
     for member in _tables()["quoted_words"].get(kind, ()):
         if isinstance(attributes.get(member), str):
             attributes = {**attributes, member: _QUOTED_WORD.sub(r"\1", attributes[member])}
     return attributes
+
+
+def _is_usual(default: Mapping[str, Any], resource: Mapping[str, Any], text: str, holder: Mapping[str, Any]) -> bool:
+    """Return whether a text is what a row of the defaults says, for a member of ``holder`` in ``resource``."""
+
+    def found(path: str) -> str:
+        return _said(holder, path.removeprefix(_BESIDE)) if path.startswith(_BESIDE) else _said(resource, path)
+
+    usual = _REFERENCE.sub(lambda reference: found(reference[1]), default["is"])
+    return text == usual and all(found(path) == value for path, value in default.get("where", {}).items())
 
 
 def _selected_by_tag(selection: dict[str, Any]) -> dict[str, Any]:
@@ -157,21 +168,29 @@ def _said(attributes: Any, path: str) -> str:
 
 
 def _text(value: Any) -> str:
+    """Return a value as text; of a list its texts in the order of the alphabet."""
+    if isinstance(value, list):
+        return " ".join(sorted(map(_text, value)))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _without(value: Any, steps: list[str], drops: Callable[[str], bool]) -> Any:
-    """Return a value without the text at the end of these steps where that is to be dropped, nor what is empty then."""
+def _without(value: Any, steps: list[str], drops: Drops, holder: Mapping[str, Any] | None = None) -> Any:
+    """Return a value without the text, or the list of texts, at the end of these steps where that is to be dropped, nor
+    what is empty then."""
     if not steps:
-        return None if not isinstance(value, Mapping | list) and drops(_text(value)) else value
+        items = value if isinstance(value, list) else [value]
+        plain = not any(isinstance(item, Mapping | list) for item in items)
+        return None if plain and drops(_text(value), holder or {}) else value
     step, through_list = steps[0].removesuffix("[]"), steps[0].endswith("[]")
+    if isinstance(value, Mapping) and step == "*":
+        return {name: _without(item, steps[1:], drops, value) for name, item in value.items()}
     if not isinstance(value, Mapping) or step not in value:
         return value
     if through_list and isinstance(value[step], list):
-        items = [_without(item, steps[1:], drops) for item in value[step]]
+        items = [_without(item, steps[1:], drops, value) for item in value[step]]
         kept: Any = [item for item in items if item is not None]
     else:
-        kept = _without(value[step], steps[1:], drops)
+        kept = _without(value[step], steps[1:], drops, value)
     rest = {name: item for name, item in value.items() if name != step}
     left = rest if kept in (None, {}, []) else {**value, step: kept}
     return left or None

@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 from realhf.aws.grading.meanings import DOCUMENT, Key, without_saying
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.simulator.slot import Slot
+from realhf.aws.tasks.task import ACCOUNT_ID
 
 HOME_REGION = "us-east-1"
 TIME = "<time>"
@@ -50,7 +51,18 @@ _UNDER_WAY = frozenset(
     {
         *("pending", "creating", "inprogress", "in-progress", "in_progress", "provisioning", "modifying", "updating"),
         *("active", "available", "successful", "running", "created", "completed", "deployed", "ok", "success"),
-        *("insync", "in_sync", "backing-up", "starting", "ready", "valid", "create_complete", "update_complete"),
+        *(
+            "insync",
+            "in_sync",
+            "in-sync",
+            "applying",
+            "backing-up",
+            "starting",
+            "ready",
+            "valid",
+            "create_complete",
+            "update_complete",
+        ),
         *("configuring-enhanced-monitoring", "initial", "healthy", "associated", "insufficient_data"),
     }
 )
@@ -84,6 +96,10 @@ _UNSAID: Mapping[tuple[str, str], frozenset[str]] = {
     ("cognito-idp", "user_pools"): frozenset({"_password"}),
     ("cloudwatch", "alarms"): frozenset({"StateValue"}),
     ("events", "rules"): frozenset({"CreatedBy"}),
+    ("backup", "plans"): frozenset({"Versions"}),
+    ("glue", "crawlers"): frozenset({"Version"}),
+    ("glue", "tables"): frozenset({"VersionId"}),
+    ("route53", "health_checks"): frozenset({"version"}),
 }
 """Fields of one kind that count writes, that are readings, or that the service draws letter by letter and mixes."""
 _SAID = '["",'
@@ -204,6 +220,8 @@ def _resources(record: str, now: float) -> list[tuple[Key, Mapping[str, Any], in
     normal = _normal(value, "", _Reading(service, now, _UNSAID.get((service, kind), frozenset())))
     found = normal if isinstance(normal, dict) else {"": normal} if normal is not None else {}
     found = without_saying(f"{service}/{kind}", found) or {}
+    if not found and (service, kind) in _LISTS:
+        return []
     if (kind in _ACCESS_LISTS and _is_private(found)) or (service, kind, name, found.keys()) == _USUAL_BUS:
         return []
     return [((service, part, where), held, serial) for part, where, held in _hoisted(kind, identity, found)]
@@ -292,9 +310,14 @@ _BY_SERVICE = re.compile(r'"(eventSource|TopicArn)"')
 _WRITTEN_AT = re.compile(r'"(eventTime|Timestamp)": ?"[^"]*",? ?')
 _USUAL_BUS = ("events", "event_buses", "default", {"Arn", "Name"})
 """What every account has, and the simulator makes when it is first asked."""
+_ALIAS_ARN = re.compile(rf"\Aarn:aws:kms:{HOME_REGION}:{ACCOUNT_ID}:alias/")
+"""Begins the ARN of an alias, which names the same key as the alias alone:
+https://docs.aws.amazon.com/kms/latest/developerguide/alias-access.html"""
 _ACCOUNT = re.compile(r"\A\d{12}\Z")
 """A principal that is a whole account, in the short form:
 https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_elements_principal.html"""
+_LISTS = frozenset({("iam", "account_aliases")})
+"""Kinds of records that the simulator keeps as one list, which stays when all of it is removed."""
 _ACCESS_LISTS = frozenset({"bucket_acl", "object_acl"})
 
 
@@ -405,6 +428,7 @@ def _normal_text(text: str, name: str, of: _Reading, depth: int) -> Any:
             return text
     if _STATES.search(name) and text.lower() in _UNDER_WAY:
         return SETTLED
+    text = _ALIAS_ARN.sub("alias/", text)
     if name in _ENDS:
         return None
     if _ISO_TIME.match(text) and name not in _GIVEN:
@@ -428,7 +452,7 @@ def _plain_xml(element: ElementTree.Element, depth: int = 0) -> Any:
     """Return an element as a map from the names of its children to lists of them, or its text; children that are empty
     are left out, but for structures without members. None of it is the service's."""
     if not len(element) or depth > _DEEPEST:
-        return (element.text or "").strip()
+        return _ALIAS_ARN.sub("alias/", (element.text or "").strip())
     found: dict[str, list[Any]] = {}
     for child in element:
         name, value = child.tag.rpartition("}")[2], _plain_xml(child, depth + 1)

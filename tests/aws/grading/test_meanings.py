@@ -75,15 +75,44 @@ def test_kinds_are_named_exactly() -> None:
 DEFAULTS = [(kind, default) for kind, defaults in TABLES["defaults"].items() for default in defaults]
 
 
+ATTRIBUTES = {
+    *("FifoTopic", "TracingConfig", "FifoThroughputScope", "MaximumMessageSize", "SignatureVersion"),
+    *("FilterPolicyScope", "SqsManagedSseEnabled", "redrivePermission"),
+    *("EnableDnsSupport", "EnableDnsHostnames", "content_type", "s3_object_storage_mode"),
+}
+"""Keys of maps and documents of attributes, of operations of their own, and of the simulator: no model has them."""
+
+
 @pytest.mark.parametrize(("kind", "default"), DEFAULTS)
 def test_a_default_is_a_member_of_the_services_model_with_the_page_of_aws(kind: str, default: dict) -> None:
     service, member = kind.partition("/")[0], default["path"].rpartition("/")[2].removesuffix("[]")
     assert set(default) - {"where"} == {"path", "is", "aws"} and isinstance(default["is"], str)
     assert default["aws"].startswith("https://docs.aws.amazon.com/")
-    attributes = {"FifoTopic", "SqsManagedSseEnabled", "EnableDnsSupport", "EnableDnsHostnames"}
-    assert types_of(service, member) or member in attributes, (
-        "keys of a map of attributes, and of operations of their own"
-    )
+    assert types_of(service, member) or member in ATTRIBUTES
+
+
+def set_at(steps: list[str], value: object) -> object:
+    """Return a resource that says a value at the steps of a path."""
+    if not steps:
+        return value
+    step = steps[0].removesuffix("[]").replace("*", "any")
+    inner = set_at(steps[1:], value)
+    return {step: [inner] if steps[0].endswith("[]") else inner}
+
+
+@pytest.mark.parametrize(("kind", "default"), DEFAULTS)
+def test_another_value_than_the_default_stays(kind: str, default: dict) -> None:
+    usual = "default" if "{" in default["is"] else default["is"]
+    wheres = {path: value for path, value in default.get("where", {}).items() if value}
+    resource = set_at(default["path"].split("/"), f"{usual}-other")
+    assert isinstance(resource, dict)
+    for path, value in wheres.items():
+        held = resource
+        *above, last = path.split("/")
+        for step in above:
+            held = held.setdefault(step, {})
+        held[last] = value
+    assert f"{usual}-other" in json.dumps(meanings.without_saying(kind, resource))
 
 
 def alarm(**more: object) -> dict:
@@ -124,9 +153,79 @@ def check(**more: object) -> dict:
     return {"config": {"Type": "HTTPS", **more}}
 
 
+def plan(**more: object) -> dict:
+    return {"BackupPlan": {"Rules": [{"RuleName": "r", **more}]}}
+
+
+USUAL_BACKUP = {"StartWindowMinutes": 480, "CompletionWindowMinutes": 10080, "ScheduleExpressionTimezone": "Etc/UTC"}
+
+
+def client(**more: object) -> dict:
+    return {"_clients": {"c": {"ClientName": "c", **more}}}
+
+
+USUAL_FLOWS = ["ALLOW_USER_SRP_AUTH", "ALLOW_CUSTOM_AUTH", "ALLOW_REFRESH_TOKEN_AUTH"]
+
+
+def port(mode: str = "awsvpc", **more: object) -> dict:
+    return {
+        "networkMode": mode,
+        "containerDefinitions": [{"name": "a", "portMappings": [{"containerPort": 80, **more}]}],
+    }
+
+
+def logged(**more: object) -> dict:
+    return {"config": {"FunctionName": "f", "LoggingConfig": more}}
+
+
+def published(**more: object) -> dict:
+    version = {"config": {"FunctionName": "f", "Timeout": 3, "LoggingConfig": more}}
+    return {"config": {"FunctionName": "f"}, "versions": {"1": version}}
+
+
+def built(**more: object) -> dict:
+    return {"name": "p", "environment": {"type": "LINUX_CONTAINER", **more}}
+
+
+def stored(**more: object) -> dict:
+    return {"Engine": "mysql", "StorageEncrypted": True, **more}
+
+
 @pytest.mark.parametrize(
     ("service", "kind", "one", "other", "equal"),
     [
+        ("backup", "plans", plan(**USUAL_BACKUP), plan(), True),
+        ("backup", "plans", plan(StartWindowMinutes=60), plan(), False),
+        ("codebuild", "projects", built(imagePullCredentialsType="CODEBUILD"), built(), True),
+        ("codebuild", "projects", built(imagePullCredentialsType="SERVICE_ROLE"), built(), False),
+        ("cognito-idp", "user_pools", client(AccessTokenValidity=1), client(), True),
+        (
+            "cognito-idp",
+            "user_pools",
+            client(AccessTokenValidity=1, TokenValidityUnits={"AccessToken": "hours"}),
+            client(),
+            True,
+        ),
+        (
+            "cognito-idp",
+            "user_pools",
+            client(AccessTokenValidity=1, TokenValidityUnits={"AccessToken": "days"}),
+            client(TokenValidityUnits={"AccessToken": "days"}),
+            False,
+        ),
+        ("cognito-idp", "user_pools", client(ExplicitAuthFlows=USUAL_FLOWS), client(), True),
+        ("cognito-idp", "user_pools", client(ExplicitAuthFlows=USUAL_FLOWS[:2]), client(), False),
+        ("ecs", "task_defs", port(hostPort=80, protocol="tcp"), port(), True),
+        ("ecs", "task_defs", port(hostPort=81), port(), False),
+        ("ecs", "task_defs", port("bridge", hostPort=80), port("bridge"), False),
+        ("lambda", "functions", logged(LogFormat="Text", LogGroup="/aws/lambda/f"), logged(), True),
+        ("lambda", "functions", logged(LogGroup="/aws/lambda/g"), logged(), False),
+        ("lambda", "functions", logged(LogFormat="JSON", SystemLogLevel="INFO"), logged(LogFormat="JSON"), True),
+        ("lambda", "functions", logged(SystemLogLevel="INFO"), logged(), False),
+        ("lambda", "functions", published(LogFormat="Text", LogGroup="/aws/lambda/f"), published(), True),
+        ("lambda", "functions", published(LogGroup="/aws/lambda/g"), published(), False),
+        ("rds", "instances", stored(KmsKeyId="alias/aws/rds"), stored(), True),
+        ("rds", "instances", stored(KmsKeyId="alias/mine"), stored(), False),
         ("cloudwatch", "alarms", alarm(DatapointsToAlarm=2), alarm(), True),
         ("cloudwatch", "alarms", alarm(DatapointsToAlarm=1), alarm(), False),
         ("cloudwatch", "alarms", alarm(Unit="Percent"), alarm(), True),
@@ -199,9 +298,9 @@ def test_what_has_an_order_is_a_list_in_the_services_model(service: str, member:
 
 
 def read(service: str, kind: str, value: object) -> str:
-    """What a resource says, in the form that equal ones share."""
-    [(key, held)] = snapshot_of([json.dumps([service, kind, "", "x", 1, value])], 1.7e9).resources.items()
-    return canonical(held, Member.of(key))
+    """What a resource says, and what lies within it, in the form that equal ones share."""
+    resources = snapshot_of([json.dumps([service, kind, "", "x", 1, value])], 1.7e9).resources
+    return "\n".join(f"{key} {canonical(held, Member.of(key))}" for key, held in sorted(resources.items()))
 
 
 def columns(*names: str) -> dict:

@@ -3,12 +3,13 @@ the grader's table, how it is given from botocore's models."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from botocore.model import Shape
 
-from realhf.aws.grading.meanings import known_defaults
+from realhf.aws.grading.meanings import DOCUMENT, known_defaults
 from realhf.aws.real_aws.describe_walker import element, members
 from realhf.aws.tasks.task import Task
 from tests.aws.validation.command_line import CommandLine, option_shapes
@@ -19,6 +20,10 @@ from tests.aws.validation.resource_deeds import cli_service
 
 Path = tuple[str | int, ...]
 _DEPTH = 5
+_ATTRIBUTES = "attributes"
+_STEM = 5
+"""Letters that nouns and verbs of one thing share: subscriptions, subscribe."""
+_REFERENCE = re.compile(r"\{([^{}]+)\}")
 _WHOLE = frozenset({"PasswordPolicy"})
 """Structures of which AWS takes another whole where they are left out than members where these are."""
 
@@ -35,6 +40,8 @@ def given_defaults(task: Task) -> Iterator[Mutant]:
             if cli_service(kind.partition("/")[0]) != command.service:
                 continue
             for row in rows:
+                if not _may_be_given(row["path"], kind, command.operation):
+                    continue
                 value = _value(row, options)
                 for path in _paths(shapes, options, row["path"].replace("[]", "").split("/"), ()) if value else ():
                     about, what = f"command {place + 1}", ".".join(map(str, path))
@@ -44,13 +51,32 @@ def given_defaults(task: Task) -> Iterator[Mutant]:
                         yield Mutant("defaults", kind, about, f"{what} = {value}", commands, "paid", (place,))
 
 
+def _may_be_given(path: str, kind: str, operation: str) -> bool:
+    """Return whether an operation may give what stands at a path: what a document says is no option, and attributes
+    are those of the thing that the operation is about."""
+    if DOCUMENT in path:
+        return False
+    holders = [kind.rpartition("/")[2], *path.replace("[]", "").split("/")]
+    if _ATTRIBUTES not in holders:
+        return True
+    return holders[holders.index(_ATTRIBUTES) - 1][:_STEM] in operation
+
+
 def _value(row: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Return the default that holds with these options, "" for none."""
     for path, value in row.get("where", {}).items():
         if str(_found(options, path.split("/")[-1]) or "") != value:
             return ""
-    usual = row["is"]
-    return str(_found(options, usual[1:-1]) or "") if usual.startswith("{") else usual
+    missing = False
+
+    def found(reference: re.Match[str]) -> str:
+        nonlocal missing
+        value = _found(options, reference[1].split("/")[-1])
+        missing = missing or value is None
+        return str(value)
+
+    usual = _REFERENCE.sub(found, row["is"])
+    return "" if missing else usual
 
 
 def _found(value: Any, name: str) -> Any:
