@@ -92,6 +92,8 @@ def companions_of(target: Resources, wanted: Rights, renamed: Callable[[str], st
                     name = _grant(held, words["target"], document)
                     policies |= {renamed(name)} if name else set()
                 elif (role := by_arn.get(words.get("role", ""))) is not None:
+                    name = _grant_to_role(held, row, words, document)
+                    policies |= {renamed(name)} if name else set()
                     roles[role] = renamed(words["role"])
                     given = held[role]
                     inline = {f"companion {number}": document} if row.actions else {}
@@ -204,6 +206,22 @@ def _grant(held: dict[Key, Mapping[str, Any]], arn: str, document: Mapping[str, 
         held[key] = _with_statements(held.get(key, {}), path, document)
         return "/".join((*key, *path))
     return ""
+
+
+def _grant_to_role(
+    held: dict[Key, Mapping[str, Any]], row: Wiring, words: Mapping[str, str], document: Mapping[str, Any]
+) -> str:
+    """Add to the policy of a resource what the policy of a role would allow, which does as well in one account; returns
+    as ``_grant``.
+
+    https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-logic.html
+    """
+    (least,) = document["Statement"]
+    patterns = [one for one in least["Resource"] if one.startswith(words["target"])]
+    if not row.actions or not patterns or words["target"].split(":")[2] not in _PLACES:
+        return ""
+    statement = {**least, "Resource": patterns, "Principal": {"AWS": words["role"]}}
+    return _grant(held, words["target"], {**document, "Statement": [statement]})
 
 
 def _with_statements(value: Any, path: tuple[str, ...], document: Mapping[str, Any]) -> dict[str, Any]:

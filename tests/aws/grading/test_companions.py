@@ -120,7 +120,21 @@ def plays(template_id: int, name: str) -> tuple[list[list[str]], list[list[str]]
             queue = f"arn:aws:sqs:{AT}:{name}-undelivered"
             least = grant("sqs:SendMessage", queue)
             more = [*wider(least, "sqs:ReceiveMessage", f"{queue}-2")]
-            return [to_role(f"{name}-scheduler", least)], [to_role(f"{name}-scheduler", one) for one in more]
+            role = {"AWS": f"arn:aws:iam::{ACCOUNT}:role/{name}-scheduler"}
+            own = f"{name}-undelivered"
+            by_queue = [{**least[0], "Principal": role}]
+            wide = [
+                [{**by_queue[0], **change}]
+                for change in (
+                    {"Action": ["sqs:SendMessage", "sqs:ReceiveMessage"]},
+                    {"Principal": {"AWS": [role["AWS"], f"arn:aws:iam::{ACCOUNT}:role/{name}-other"]}},
+                    {"Principal": {"AWS": f"arn:aws:iam::{ACCOUNT}:root"}},
+                )
+            ]
+            return [to_role(f"{name}-scheduler", least), to_queue(own, by_queue)], [
+                *(to_role(f"{name}-scheduler", one) for one in more),
+                *(to_queue(own, one) for one in wide),
+            ]
         case 307:
             least = grant("kinesis:PutRecord kinesis:PutRecords", f"arn:aws:kinesis:{AT}:stream/{name}")
             more = [*wider(least, "kinesis:GetRecords", f"arn:aws:kinesis:{AT}:stream/{name}-2")]

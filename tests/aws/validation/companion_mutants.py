@@ -71,7 +71,8 @@ def _grants(
             continue
         if any(re.search(_HAS_GRANTS[service], one) and name in one for one in lines):
             continue
-        for what, expected, grant in _statements(row, target, source):
+        prefix = command.value("--s3-key-prefix")
+        for what, expected, grant in _statements(row, target, source, f"{prefix}/" if prefix else ""):
             yield what, expected, _written(service, name, grant)
 
 
@@ -109,8 +110,9 @@ def _source(row: Wiring, command: CommandLine) -> str:
     return found if found and "${" not in found else ""
 
 
-def _statements(row: Wiring, target: str, source: str) -> Iterator[tuple[str, Expected, dict[str, Any]]]:
-    words = {"target": target, "account": ACCOUNT_ID, "name": re.split("[:/]", target)[-1], "prefix": "", "group": ""}
+def _statements(row: Wiring, target: str, source: str, prefix: str) -> Iterator[tuple[str, Expected, dict[str, Any]]]:
+    words = {"target": target, "account": ACCOUNT_ID, "name": re.split("[:/]", target)[-1], "group": ""}
+    words |= {"prefix": prefix}
     resources = [pattern.format(**words) for pattern in row.resources]
     least = {"Effect": "Allow", "Principal": {"Service": row.principal}, "Action": [*row.actions]}
     least |= {"Resource": resources if len(resources) > 1 else resources[0]}
