@@ -67,6 +67,7 @@ setup(
         "realhf": [
             "**/*.yaml",
             "**/*.passport.json",
+            "aws/grading/*.json",
             "aws/playground/static/*",
             "aws/simulator/*.json",
             "aws/training/policy/*",

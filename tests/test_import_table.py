@@ -41,7 +41,7 @@ ROOMS: dict[str, str] = {
     "cluster/engines": "api base cluster scheduler transport",
     "view": "api base monitor monitor/rollouts",
     "aws/simulator": "aws/cli base env/containment",
-    "aws/grading": "aws/cli aws/simulator aws/tasks",
+    "aws/grading": "aws/cli aws/simulator aws/tasks base",
     "aws/real_aws": "aws/cli aws/grading aws/simulator aws/tasks base env/containment",
     "registry": "",
     "algorithms": "api base registry",

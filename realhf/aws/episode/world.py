@@ -22,6 +22,7 @@ from realhf.aws.cli.policy import operation_allowed
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.differences import Goal, Target
 from realhf.aws.grading.grader import freedom_of, services_of
+from realhf.aws.grading.sent_settings import Deed
 from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.grading.tracker import is_read, resource_name
 from realhf.aws.real_aws.walked_account import WalkedAccount
@@ -57,14 +58,20 @@ class SetupError(RuntimeError):
     place: int | None = None
 
 
+Request = tuple[str, Mapping[str, Any]]
+"""An operation, as "service:Operation", and its parameters."""
+
+
 @dataclass(frozen=True)
 class World:
     """Holds ``task`` with the captures of its set-up filled; ``present``: (service, name) of what the set-up made;
-    ``answers``: the answers to its calls, for captures in other texts."""
+    ``answers``: the answers to its calls, for captures in other texts; ``sent``: the requests of each command of
+    set-up, decoys and drifts that were accepted."""
 
     task: Task
     present: frozenset[tuple[str, str]]
     answers: tuple[Mapping[str, Any], ...]
+    sent: tuple[tuple[Request, ...], ...] = ()
 
 
 def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None) -> World:
@@ -75,24 +82,25 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
     slot.reset(seed)
     answers: list[Mapping[str, Any]] = []
     present: set[tuple[str, str]] = set()
+    sent: list[tuple[Request, ...]] = []
     try:
         for place, command in enumerate(task.setup):
             with _failing_at("setup_commands", place):
-                answers.append(_send(slot, _filled(command, answers), "set-up", present))
+                answers.append(_send(slot, _filled(command, answers), "set-up", present, sent))
         task = _with_captures(task, answers)
     except CaptureError as error:
         raise SetupError(f"task {task.task_id}: {error}") from None
     _put_assets(slot, task)
     for place, decoy in enumerate(task.decoys):
         with _failing_at("decoys", place):
-            _send(slot, decoy, "decoy", present)
+            _send(slot, decoy, "decoy", present, sent)
     chosen = choose_drifts(task.possible_drifts, seed) if drifts is None else [task.possible_drifts[i] for i in drifts]
     for drift in chosen:
         with _failing_at("possible_drifts", task.possible_drifts.index(drift)):
-            _send(slot, drift, "drift", set())
+            _send(slot, drift, "drift", set(), sent)
     if any(drift.repair for drift in chosen):
         task = replace(task, solution=tuple(repairs(chosen)))
-    return World(task, frozenset(present), tuple(answers))
+    return World(task, frozenset(present), tuple(answers), tuple(sent))
 
 
 @contextmanager
@@ -147,31 +155,40 @@ def _put_assets(slot: Slot, task: Task) -> None:
             raise TaskError(f"task.assets: {error}") from None
 
 
-def _send(slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]]) -> Mapping[str, Any]:
-    """Send a command of the set-up and return its answer; adds to ``made`` what it is about. Raises SetupError."""
+def _send(
+    slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]], sent: list[tuple[Request, ...]]
+) -> Mapping[str, Any]:
+    """Send a command of the set-up and return its answer; adds to ``made`` what it is about and to ``sent`` what was
+    accepted. Raises SetupError."""
     if command.command:
-        return _run_line(slot, command, purpose, made)
+        return _run_line(slot, command, purpose, made, sent)
     if not operation_allowed(command.service, command.operation):
         raise SetupError(f"{purpose} may not call {command}")
     try:
         answer = slot.state.call(command.service, command.operation, dict(command.params))
     except StateCallError as error:
         if command.ignore_failure:
+            sent.append(())
             return {}
         raise SetupError(f"{purpose} call {command} failed: {error}"[:_MESSAGE_CHARS]) from None
     except ConnectionError as error:
         raise SetupError(f"{purpose} call {command} failed: {error}") from error
     made.add((command.service, resource_name(command.service, command.params)))
+    sent.append(((f"{command.service}:{command.operation}", command.params),))
     return answer
 
 
-def _run_line(slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]]) -> Mapping[str, Any]:
+def _run_line(
+    slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]], sent: list[tuple[Request, ...]]
+) -> Mapping[str, Any]:
     result = slot.own_executor.run(command.command)
+    accepted = [one for one in result.requests if one.ok]
+    sent.append(tuple((f"{one.service}:{one.operation}", one.params) for one in accepted))
     if not result.success:
         if command.ignore_failure and result.refusal is None:
             return {}
         raise SetupError(f"a {purpose} command failed: {result.stderr.strip()}"[:_MESSAGE_CHARS])
-    made.update((sent.service, resource_name(sent.service, sent.params)) for sent in result.requests if sent.ok)
+    made.update((one.service, resource_name(one.service, one.params)) for one in accepted)
     try:
         answer = json.loads(result.stdout)
     except ValueError:
@@ -258,4 +275,5 @@ def _play(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None, read:
         sent.append([one for one in requests if not is_read(*one)])
         states.append(read())
     operations, arguments = (tuple(tuple(one[part] for one in deeds) for deeds in sent) for part in (0, 1))
-    return Target(start, tuple(states), operations, arguments)
+    setup = tuple(Deed(*request) for requests in world.sent for request in requests)
+    return Target(start, tuple(states), operations, arguments, setup=setup)

@@ -21,6 +21,7 @@ from realhf.aws.grading.leftovers import OWN, Leaf, left_over, mentions
 from realhf.aws.grading.meanings import Member, is_setting, only_describes
 from realhf.aws.grading.policy_comparison import Gain, Policies, TooManySteps
 from realhf.aws.grading.rights import Rights, RightsChange, compare_rights, read_rights
+from realhf.aws.grading.sent_settings import Deed, Settings, deeds_between, last_sent, member_table, sent_otherwise
 from realhf.aws.grading.snapshot import Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
@@ -42,6 +43,8 @@ def is_opening(key: Key, path: str, value: str) -> bool:
         return value in ("true", '"true"')
     if _OPEN_WHEN_FALSE.search(field):
         return value in ("false", '"false"')
+    if key[1] == "function_urls" and path == "AuthType":
+        return value == '"NONE"'
     if _ANYWHERE.search(value):
         return key[1] == "security_groups" and path == "IpPermissions[]"
     return _ANYBODY.search(value) is not None
@@ -101,18 +104,30 @@ class Target:
     """Arguments of these operations."""
     others: tuple[Snapshot, ...] = ()
     """The account as other solutions leave it: a policy between two of them is as good as they are."""
+    setup: tuple[Deed, ...] = ()
+    """The requests of the set-up, in every account of the task."""
 
     @property
     def end(self) -> Snapshot:
         """The account as the solution leaves it."""
         return self.states[-1]
 
+    @property
+    def deeds(self) -> list[Deed]:
+        """The requests of the set-up and of the solution."""
+        found, before = list(self.setup), self.start
+        for state, operations, arguments in zip(self.states, self.operations, self.arguments, strict=False):
+            found += deeds_between(before, state, zip(operations, arguments, strict=True))
+            before = state
+        return found
+
 
 @dataclass(frozen=True)
 class Differences:
     """Holds what keeps an account from its target, in words. ``missing``: what is wanted and not so, ``damage``: what
     was and is not, ``gone``: of it, whole resources that are gone or were made anew; ``openings`` and ``extra``: what
-    nobody asked for; ``left``: of it, whole resources that the agent has left behind."""
+    nobody asked for; ``left``: of it, whole resources that the agent has left behind; ``unkept``: what was asked
+    otherwise than by the solution, and is not kept by the simulator."""
 
     missing: tuple[str, ...] = ()
     damage: tuple[str, ...] = ()
@@ -120,11 +135,13 @@ class Differences:
     openings: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    unkept: tuple[str, ...] = ()
 
     @property
     def none(self) -> bool:
         """Whether there is no difference that counts."""
-        return not (self.missing or self.damage or self.gone or self.openings or self.extra or self.left)
+        counted = (self.missing, self.damage, self.gone, self.openings, self.extra, self.left, self.unkept)
+        return not any(counted)
 
 
 @dataclass(frozen=True)
@@ -142,11 +159,18 @@ class Verdict:
     spoilt: frozenset[str] = frozenset()
     """What stands where something is wanted, and is neither that, nor what was there, nor what leads to it."""
 
+    @property
+    def only_left(self) -> bool:
+        """Whether all is as asked but for what the agent has left behind."""
+        found = self.differences
+        return bool(found.left) and replace(found, left=(), extra=()).none
+
     def words(self) -> list[str]:
         """Return, for the author of a task, what keeps it from being achieved."""
         found = self.differences
         named = (("missing", found.missing), ("damaged", found.damage), ("gone or made anew", found.gone))
         named += (("opened", found.openings), ("not asked for", found.extra), ("left behind", found.left))
+        named += (("asked otherwise", found.unkept),)
         return [f"{what}: {text}" for what, texts in named for text in texts]
 
 
@@ -178,6 +202,11 @@ class Goal:
                 place = (key, f"AssumeRolePolicyDocument{_POLICY}")
                 self._as_good.setdefault(place, []).extend(json.dumps(_without_ids(policy)) for policy in policies)
         self.asks_nothing = {self.meant(leaf) for leaf in self.first} == self.last
+
+    @cached_property
+    def settings(self) -> Settings:
+        """What set-up and solution sent last of each member of a request."""
+        return last_sent(self.target.deeds, member_table())
 
     @cached_property
     def rights(self) -> tuple[Rights, Rights]:
@@ -216,8 +245,8 @@ class Comparison:
             self._renamed = _matching(start, goal.target.start, {})
         self._before = {_renamed_key(key, self._renamed): serial for key, serial in start.serials.items()}
 
-    def judge(self, end: Snapshot) -> Verdict:
-        """Return the verdict about an account."""
+    def judge(self, end: Snapshot, sent: Sequence[Deed] | None = None) -> Verdict:
+        """Return the verdict about an account that these requests led to; None: it keeps whatever it was asked."""
         goal, first, last = self.goal, self.goal.first, self.goal.last
         names = _matching(end, goal.target.end, self._renamed)
         names |= {token: f"{OWN}{token}" for token in _identifying([end]) if token not in names}
@@ -244,6 +273,8 @@ class Comparison:
             extra=_told(extra),
             left=_told("/".join(key) for key in left),
         )
+        if told.none and sent is not None:  # of an account that is wrong anyway nobody needs to know it
+            told = replace(told, unkept=_told(self._unkept(end, sent, names)))
         return Verdict(
             achieved=told.none,
             progress=_progress([part[1] <= held for part in goal.parts], not told.none),
@@ -253,6 +284,18 @@ class Comparison:
             parts=tuple(command for command, part in goal.parts if part <= held),
             spoilt=frozenset(_said(leaf) for leaf in now - goal.passed if leaf[:2] in goal.places),
         )
+
+    def _unkept(self, end: Snapshot, sent: Sequence[Deed], names: Mapping[str, str]) -> list[str]:
+        """Return what was asked otherwise than by the solution and is not kept."""
+        others = {mine: its for mine, its in names.items() if mine != its}
+        pattern = re.compile("|".join(map(re.escape, sorted(others, key=len, reverse=True))))
+        settings = last_sent(
+            [*self.goal.target.setup, *sent],
+            member_table(),
+            (lambda text: pattern.sub(lambda match: others[match[0]], text)) if others else str,
+        )
+        target = self.goal.target.end.resources
+        return sent_otherwise(settings, self.goal.settings, end.resources, target)
 
     def _gone(self, end: Snapshot, names: Mapping[str, str]) -> set[Key]:
         """Return the resources that set-up and target have, and that are gone or were made anew."""

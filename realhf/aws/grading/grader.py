@@ -16,15 +16,23 @@ Source: docs/reference/environment.md 7.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
 from realhf.aws.grading.criteria import Check, Criteria, StateReader, Step
 from realhf.aws.grading.differences import Comparison, Freedom, Goal, Target, Verdict
+from realhf.aws.grading.leftovers import is_under_way
+from realhf.aws.grading.sent_settings import Deed, deeds_between
 from realhf.aws.grading.snapshot import Snapshot, state_digest
 from realhf.aws.grading.tracker import Evidence, is_read, same_resource
 from realhf.aws.tasks.task import Task, TaskError
+from realhf.base import process_clock
+
+_UNDER_WAY_S = 0.5
+"""Seconds in which an execution that the agent has started may end by itself, before it counts as left behind."""
+_POLL_S = 0.05
 
 INCOMPLETE_CREATION = 0.5
 """Progress when the required create was accepted but the resource is not there."""
@@ -207,6 +215,9 @@ class EndStateGrader:
     nothing is counted in ``needless_writes``, and one that puts another value than the wanted one where one is
     wanted."""
 
+    keeps_less = True
+    """Whether the account may drop what it was asked, as a simulator's does."""
+
     def __init__(self, task: Task, goals: Callable[[], tuple[Goal, ...]], read: Callable[[], Snapshot]) -> None:
         self.criteria = Criteria(services=services_of(task.solution))
         self.needless_writes = 0
@@ -216,6 +227,9 @@ class EndStateGrader:
         self._sparing = bool(task.possible_drifts)
         self._start: Snapshot | None = None
         self._now: Snapshot | None = None
+        self._unread: list[Evidence] = []
+        """Requests since the account was read last."""
+        self._sent: list[Deed] = []
         self._comparisons: list[Comparison] = []
         self._verdict: Verdict | None = None
         self._excused: frozenset[str] = frozenset()
@@ -246,14 +260,18 @@ class EndStateGrader:
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
         """Return the grade after a command that sent the requests ``added``. Raises SnapshotError when the account
         cannot be read."""
+        self._unread += [deed for deed in added if deed.ok and not deed.reads]
         wrote = any(not deed.reads for deed in added)
-        if self.grade.achieved or not (wrote or lost):
+        may_differ = wrote or lost or (self._now is not None and is_under_way(self._now))
+        if self.grade.achieved or not may_differ:
             self.lost_ground = False
             return self.grade
-        before, spoilt = (self._verdict.held, self._verdict.spoilt) if self._verdict else (frozenset(), frozenset())
-        verdict = self._verdict = self._judge()
-        self.lost_ground = bool(before - verdict.held)
-        if self._sparing and wrote and (not verdict.held - self._ever_held or verdict.spoilt - spoilt):
+        held_before: frozenset[str] = self._verdict.held if self._verdict else frozenset()
+        spoilt_before: frozenset[str] = self._verdict.spoilt if self._verdict else frozenset()
+        verdict = self._judge_settled()
+        self._verdict = verdict
+        self.lost_ground = bool(held_before - verdict.held)
+        if self._sparing and wrote and (not verdict.held - self._ever_held or verdict.spoilt - spoilt_before):
             self.needless_writes += 1
         self._ever_held |= verdict.held
         self.grade = Grade(verdict.progress, verdict.achieved, bool(verdict.harms - self._excused))
@@ -268,6 +286,17 @@ class EndStateGrader:
         known = self._verdict.harms if self._verdict else frozenset()
         self._excused |= self._judge().harms - known
 
+    def _judge_settled(self) -> Verdict:
+        """Judge again what is only not over yet: an execution that ends by itself in a moment is not left behind."""
+        verdict = self._judge()
+        deadline = process_clock.now() + _UNDER_WAY_S
+        while verdict.only_left and process_clock.now() < deadline:
+            if self._now is None or not is_under_way(self._now):
+                break
+            time.sleep(_POLL_S)
+            verdict = self._judge()
+        return verdict
+
     def _judge(self) -> Verdict:
         if not self._comparisons:
             assert self._start is not None
@@ -276,9 +305,12 @@ class EndStateGrader:
                 raise TaskError("the account is as its solution leaves it before the first command")
             self._comparisons = comparisons
         now, targets = self._read(), [goal.target for goal in self._goals()]
+        assert self._now is not None
+        self._sent += deeds_between(self._now, now, [(deed.operation, deed.params) for deed in self._unread])
+        self._unread.clear()
         self._now = now
         verdicts = [
-            comparison.judge(self._seen(now, target))
+            comparison.judge(self._seen(now, target), self._sent if self.keeps_less else None)
             for comparison, target in zip(self._comparisons, targets, strict=True)
         ]
         best = max(verdicts, key=lambda verdict: (verdict.achieved, verdict.progress, -len(verdict.harms)))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from realhf.aws.grading.meanings import is_setting
-from realhf.aws.grading.snapshot import Key
+from realhf.aws.grading.snapshot import SETTLED, Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
 Leaf = tuple[Key, str, str, int]
@@ -28,6 +28,8 @@ _RECORDS_OF_USE = frozenset(
     }
 )
 """Kinds of records of what ran, was sent or was measured. No operation removes them: AWS itself does, later."""
+_RUNS: Mapping[tuple[str, str], tuple[str, str]] = {("stepfunctions", "executions"): ("status", SETTLED)}
+"""Kinds of uses that make something later, with the member and its value that say that one is still under way."""
 _KEPT_BY_AWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("cloudformation", "stacks"): ("StackStatus", '"DELETE_COMPLETE"'),
     ("ec2", "instances"): ("State/Name", '"terminated"'),
@@ -90,11 +92,21 @@ def left_over(own: Mapping[Key, Sequence[Leaf]], there: Iterable[Leaf], wanted: 
 
 
 def _is_past(key: Key, leaves: Sequence[Leaf]) -> bool:
-    """Return whether something is a record of a use, or removed and shown for a while."""
+    """Return whether something is a record of a use that is over, or removed and shown for a while."""
     if key[:2] in _RECORDS_OF_USE:
-        return True
+        path, value = _RUNS.get(key[:2], ("", ""))
+        return not any(leaf[1] == path and leaf[2] == f'"{value}"' for leaf in leaves if path)
     path, value = _KEPT_BY_AWS.get(key[:2], ("", ""))
     return bool(path) and any(leaf[1] == path and leaf[2].startswith(value) for leaf in leaves)
+
+
+def is_under_way(account: Snapshot) -> bool:
+    """Return whether something runs in an account that may still make something."""
+    for key, attributes in account.resources.items():
+        member, value = _RUNS.get(key[:2], ("", ""))
+        if member and attributes.get(member) == value:
+            return True
+    return False
 
 
 def _goes_with(key: Key, leaves: Sequence[Leaf], past: Iterable[Key]) -> bool:

@@ -164,6 +164,8 @@ def _serial(value: Mapping[str, Any]) -> int:
 class RealAccountGrader(EndStateGrader):
     """Grades an episode on a real account; ``read`` is ``WalkedAccount.read``."""
 
+    keeps_less = False
+
     def start(self) -> None:
         """Look at the account before the first command. Raises TaskError where the reads do not show what the task
         asks for, SnapshotError, ConnectionError."""

@@ -1,20 +1,32 @@
-"""``python -m realhf.aws.tasks validate``: play every task against MiniStack and print a table of verdicts."""
+"""``python -m realhf.aws.tasks validate``: play every task against MiniStack and print a table of verdicts.
+
+``python -m realhf.aws.tasks members tests/aws/validation/plays/*.yaml``: find out which members of requests MiniStack
+keeps, and write the table by which tasks are graded anew.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import realhf
+from realhf.aws.episode.member_probe import collect, make_table, served_writes, written_plays
 from realhf.aws.episode.validation import validate
+from realhf.aws.grading.member_notes import check_notes, read_notes
+from realhf.aws.grading.sent_settings import TABLE, table_text
+from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import Template, get_template, load_file, load_templates
 from realhf.aws.tasks.task import TaskError
+from realhf.base.files import write_whole
 
 _FILE_COLUMNS = 160
 """Width of the tables where there is no terminal."""
@@ -44,16 +56,27 @@ def verdicts(templates: Sequence[Template], found: dict[int, list[str]]) -> Tabl
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m realhf.aws.tasks", description=(__doc__ or "").strip())
+    parser = argparse.ArgumentParser(
+        prog="python -m realhf.aws.tasks",
+        description=(__doc__ or "").strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
-    parser.add_argument("action", choices=["validate"])
-    parser.add_argument("files", nargs="*", type=Path, help="YAML files of tasks of one's own, instead of ours")
+    parser.add_argument("action", choices=["validate", "members"])
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        help="validate: YAML files of tasks of one's own, instead of ours; members: YAML files of plays, to be probed "
+        "besides",
+    )
     parser.add_argument("--tiers", nargs="+", help="default: all; of files the one that they are of")
     parser.add_argument("--ids", nargs="+", type=int, help="templates by number, instead of tiers")
     parser.add_argument(
         "--seeds", type=int, default=3, help="instances per template besides one with held-out names (default 3)"
     )
     parser.add_argument("--pool-size", type=int, default=4, help="simulators that play in parallel")
+    parser.add_argument("--output", type=Path, help="members: where the table is written (default: into the package)")
     return parser
 
 
@@ -65,11 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("seeds", "pool_size"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
+    own = options.files if options.action == "validate" else []
     try:
-        templates = own_templates(options.files, options.tiers) if options.files else choose(options.ids, options.tiers)
+        check_notes()
+        templates = own_templates(own, options.tiers) if own else choose(options.ids, options.tiers)
+        plays = written_plays(options.files) if options.action == "members" else {}
     except (TaskError, OSError) as error:
         parser.error(str(error))
     console = Console() if sys.stdout.isatty() else Console(width=_FILE_COLUMNS)
+    if options.action == "members":
+        return _make_members(templates, plays, options.pool_size, options.output, console)
     began = time.monotonic()
     try:
         found = validate(templates, options.seeds, options.pool_size, console)
@@ -82,6 +110,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad = sum(bool(wrong) for wrong in found.values())
     console.print(f"{len(templates)} tasks, {bad} with problems, {time.monotonic() - began:.0f} s")
     return 1 if bad else 0
+
+
+def _make_members(
+    templates: Sequence[Template],
+    plays: Mapping[int, Sequence[Mapping[str, Any]]],
+    pool_size: int,
+    output: Path | None,
+    console: Console,
+) -> int:
+    """Probe all served writes at what these templates and plays send, and write the table. Returns the exit status."""
+    began = time.monotonic()
+    pool = MiniStackPool(pool_size)
+    try:
+        pool.start()
+        slots = [pool.acquire() for _ in range(pool_size)]
+        corpus = collect(slots[0], templates, plays)
+        table = make_table(slots, corpus, read_notes(), served_writes(), partial(console.print, highlight=False))
+    except KeyboardInterrupt:
+        console.print("interrupted: no table was written")
+        return 130
+    finally:
+        pool.stop()
+    write_whole(output or TABLE, table_text(table))
+    fates = Counter(
+        fate.partition(":")[0] for entry in table["operations"].values() for fate in entry.get("members", {}).values()
+    )
+    probed = sum("members" in entry for entry in table["operations"].values())
+    console.print(f"{probed} operations of {len(table['operations'])} probed: {dict(fates)}", highlight=False)
+    console.print(f"{time.monotonic() - began:.0f} s", highlight=False)
+    return 0
 
 
 if __name__ == "__main__":

@@ -241,6 +241,16 @@ def test_an_opening_is_never_achieved_and_harms() -> None:
     assert not found.achieved and found.harms
 
 
+def test_a_function_that_anybody_may_call_is_an_opening() -> None:
+    def address(auth: str) -> list:
+        return ["lambda", "function_urls", "us-east-1", "f", 5, {"FunctionArn": "f", "AuthType": auth}]
+
+    target = account(topic(display="News"), address("AWS_IAM"))
+    for auth, harms in (("AWS_IAM", False), ("NONE", True)):
+        found = verdict(QUEUE, topic(display="News"), address(auth), target=target)
+        assert found.achieved is not harms and bool(found.harms) is harms
+
+
 def test_a_right_that_was_to_go_must_not_stay_by_another_way() -> None:
     """The administrator's policy is detached as was asked for, and comes back with a group of the agent's own."""
     admin = "arn:aws:iam::aws:policy/AdministratorAccess"

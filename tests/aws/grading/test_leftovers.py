@@ -228,6 +228,39 @@ def test_what_is_left_behind_is_never_achieved_and_what_is_removed_costs_nothing
 
 
 @pytest.mark.sim
+def test_a_number_too_large_to_be_written_leaves_the_account_readable(slot: Slot) -> None:
+    """Every later snapshot failed, and with it the grade."""
+    number = f"0x{'F' * 7_000}"
+    body = f"Resources: {{T: {{Type: 'AWS::SNS::Topic', Properties: {{TopicName: big, DisplayName: {number}}}}}}}"
+    made = f'aws cloudformation create-stack --stack-name big --template-body "{body}"'
+    run = run_commands(Episode(slot, 64), instantiate(201, 0), [made, *instantiate(201, 0).solution])
+    assert not run.lost and not run.achieved and run.score < 1.0
+
+
+@pytest.mark.sim
+def test_what_still_runs_is_left_behind_until_it_is_over(slot: Slot) -> None:
+    """A workflow that waits would make something as soon as the work is paid."""
+    task = instantiate(221, 0)
+    machine = f"arn:aws:states:us-east-1:000000000000:stateMachine:{task.params['name']}"
+    update = f"aws stepfunctions update-state-machine --state-machine-arn {machine} --definition"
+    waits = {"StartAt": "A", "States": {"A": {"Type": "Wait", "Seconds": 600, "End": True}}}
+    execution = f"{machine.replace('stateMachine', 'execution')}:one"
+    stop = f"aws stepfunctions stop-execution --execution-arn {execution}"
+    rest = [
+        f"{update} '{json.dumps(waits)}'",
+        f"aws stepfunctions start-execution --state-machine-arn {machine} --name one",
+        f"{update} file://states.json",
+        "aws sqs delete-queue --queue-url http://sqs.us-east-1.amazonaws.com/000000000000/ours",
+    ]
+    # Until the queue is gone the account is not as asked, so that the episode goes on.
+    commands = ["aws sqs create-queue --queue-name ours", *task.solution, *rest]
+    running = run_commands(Episode(slot, 64), task, commands)
+    assert not running.failures and not running.achieved
+    over = run_commands(Episode(slot, 64), task, [*commands, stop])
+    assert not over.failures and over.achieved
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize("made", COMPOSED.values(), ids=COMPOSED)
 def test_what_is_left_behind_counts_whoever_puts_its_name_together(slot: Slot, made: list[str]) -> None:
     assert not play(slot, 201, made, 1).achieved

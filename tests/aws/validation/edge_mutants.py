@@ -9,9 +9,11 @@ from functools import cache
 from itertools import chain, islice
 
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.grading.sent_settings import ELEMENT, NOT_KEPT, member_table
+from realhf.aws.real_aws.describe_walker import members
 from realhf.aws.tasks.loader import is_name
 from realhf.aws.tasks.task import Task
-from tests.aws.validation.command_line import moved
+from tests.aws.validation.command_line import moved, operation_model, option_of
 from tests.aws.validation.field_changes import EVERYWHERE, Words, line_changes
 from tests.aws.validation.makings import MAKES_ANEW, Making, makings
 from tests.aws.validation.mutant import Expected, Mutant, inserted, replaced, request_of, words_of
@@ -27,6 +29,8 @@ _OPENS = re.compile(
     rf'{re.escape(EVERYWHERE)}|"Wide"|\\?"(Principal|AWS)\\?": ?\\?"\*|public-read|[pP]ublicly-?[aA]ccessible|::/0'
 )
 _NOTHING = Words((), (), ())
+_STEPS = re.compile(r"\[\d+\]|[^.\[]+")
+_PLACE = re.compile(r"\[\d+\]")
 _REMOVES = re.compile(r"^(delete|terminate|release|deregister|unsubscribe|schedule|remove|revoke|rb)-?")
 
 
@@ -146,4 +150,19 @@ def member_changes(task: Task) -> Iterator[Mutant]:
                 continue
             seen.add((path, how))
             where = f"command {place + 1} {path}"
-            yield Mutant("members", how, where, what, replaced(task.solution, place, changed))
+            expected: Expected = "unpaid" if how == "added" and _is_dropped(line, path) else ""
+            yield Mutant("members", how, where, what, replaced(task.solution, place, changed), expected, (place,))
+
+
+def _is_dropped(line: str, path: str) -> bool:
+    """Return whether the simulator drops a member that has no documented default, by the table of members."""
+    service, operation = line.split()[1:3]
+    model = operation_model(service, operation)
+    if model is None:
+        return False
+    option, *below = path.split(".")
+    named = (name for name in members(model.input_shape) if option_of(service, operation, name) == option)
+    member = next(named, "")
+    steps = (ELEMENT if _PLACE.fullmatch(step) else step for step in _STEPS.findall(".".join((member, *below))))
+    name = f"{model.service_model.service_name}:{model.name}"
+    return bool(member) and name not in member_table().uses and member_table().fate(name, tuple(steps)) == NOT_KEPT

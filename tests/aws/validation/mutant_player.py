@@ -38,10 +38,11 @@ _SETTLE_S, _SETTLE_TRIES = 0.3, 5
 
 @dataclass(frozen=True)
 class Played:
-    """Records what came of one mutant. ``equal``: its snapshot is as good as the target's; ``needless``: it wrote by an
-    operation by which the solution writes nothing; ``differences`` of the snapshots and ``told``, of the describe
-    calls' answers, both cut short. ``sent`` counts commands, ``failed`` those that failed. ``expected``: what is known
-    of it by how it was made, "" where nothing is."""
+    """Records what came of one mutant. ``equal``: its snapshot is as good as the target's, and what no snapshot could
+    show was asked as the solution did; ``needless``: it wrote by an operation by which the solution writes nothing;
+    ``differences`` of the snapshots and ``told``, of the describe calls' answers, both cut short. ``sent`` counts
+    commands, ``failed`` those that failed. ``expected``: what is known of it by how it was made, "" where nothing
+    is."""
 
     task_id: int
     seed: int
@@ -129,6 +130,7 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, goals: Goals) -> P
         end, freedom = take_snapshot(episode.slot), freedom_of(task)
         verdicts = [Comparison(run.start, TargetGoal(target, freedom)).judge(end) for target in goal.targets]
         differences = min((verdict.words() for verdict in verdicts), key=len)
+        differences += [word for word in episode.missing() if word.startswith("asked otherwise")]
         told = []
         if run.failures or run.writes != goal.writes:
             said = _said(episode, goal.services | services_of(mutant.commands))

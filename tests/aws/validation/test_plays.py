@@ -122,10 +122,10 @@ EDGES = (
 )
 """Where what was harmless, free, equal or given by default was once told by a pattern: all that a person wrote."""
 FROM_TEXTS = (
-    *(115, 118, 119, 121, 125),
-    *(204, 206, 207, 210, 215, 216, 218, 220, 221, 225),
-    *(301, 302, 303, 305, 306, 307, 309, 311, 316, 317, 318, 322, 324),
-    *(402, 407, 408, 409, 414, 419, 420, 423),
+    *(104, 115, 118, 119, 121, 125),
+    *(201, 203, 204, 206, 207, 208, 209, 210, 211, 212, 213, 214, 215, 216, 217, 218, 219, 220, 221, 223, 224, 225),
+    *(301, 302, 303, 304, 305, 306, 307, 308, 309, 310, 311, 312, 313, 316, 317, 318, 319, 321, 322, 323, 324),
+    *(401, 402, 405, 406, 407, 408, 409, 413, 414, 415, 417, 418, 419, 420, 421, 422, 423, 424),
 )
 """Tasks with plays by somebody who knew their texts and the CLI, and nothing of how they are graded."""
 REPAIRS = tuple(template.task_id for template in load_templates(["expert"]))

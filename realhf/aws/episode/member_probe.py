@@ -1,0 +1,648 @@
+"""Finds out which members of a request a simulator keeps: a request is sent with two values of a member, each in the
+same world, and the accounts that it leaves are compared.
+
+The worlds are those of our own tasks: an operation is probed where a set-up, a solution or a play sends it. A *site* is
+such a place; the request that is sent there is the one that is varied.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+from botocore import xform_name
+
+from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.cli.executor import SimulatorLost
+from realhf.aws.cli.state_client import StateCallError
+from realhf.aws.episode.world import SetupError, build_world
+from realhf.aws.grading.member_notes import Notes, operation_model
+from realhf.aws.grading.sent_settings import (
+    ANY,
+    DEFAULT,
+    ELEMENT,
+    KEPT,
+    NAMES,
+    NOT_KEPT,
+    NOT_PROBED,
+    STEERS,
+    TEXT,
+    Steps,
+    leaves,
+    said,
+    service_of,
+)
+from realhf.aws.grading.snapshot import Snapshot, state_digest, take_snapshot
+from realhf.aws.grading.stack_templates import template_of
+from realhf.aws.grading.tracker import identifying, is_read
+from realhf.aws.real_aws.describe_walker import operation_models
+from realhf.aws.simulator.slot import Slot
+from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve
+from realhf.aws.tasks.loader import Template, fill, instantiate, mistakes
+from realhf.aws.tasks.task import SetupCommand, Task, TaskError
+from realhf.base import process_clock
+
+STACK = "cloudformation:CreateStack"
+_STACK_S = 5.0
+"""Seconds that a stack may take."""
+DEEPEST = 9
+"""Longest path that is probed."""
+MOST_VALUES = 6
+"""Most values of a member that are tried until two are accepted."""
+_ENOUGH = 4
+"""Accepted values that have to leave the same account, until a member counts as not kept: two may mean the same."""
+_SENT_BY_ONE = 25
+"""Requests after which a simulator is replaced."""
+_MOST_SITES = 5
+"""Sites at which one operation is probed, each of which sends members that those before it do not."""
+_MOST_FAILED = 8
+"""Sites that may refuse, until an operation counts as one that cannot be probed."""
+_TRIES = 2
+"""Simulators that a request may be the end of, until it counts as refused."""
+_NAMING = re.compile(r"(name|id|identifier|arn|url|bucket|key|keyid)$", re.IGNORECASE)
+_DOCUMENTS = frozenset({"policy", "resourcepolicy", "template"})
+"""Members that end the name of an operation, as PutBucketPolicy, and name nothing."""
+_MAKES = re.compile(r"(Create|Register|Run|Allocate|Request)")
+_SERVICES = {"s3api": "s3"}
+"""botocore's names of services that the command line calls otherwise."""
+_ID = re.compile(r"(?<=-)[0-9a-f]{8,17}$")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Holds a place where a request is sent: the ``task`` whose set-up leads there, the operation ("service:Operation")
+    and its parameters. A resource that a stack declares is a request, too: its operation is its type, its parameters
+    are its properties, ``stack`` the request that declares it and ``name`` what it is called in there."""
+
+    task: Task
+    operation: str
+    params: Mapping[str, Any]
+    stack: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def request(self, params: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+        """Return the operation and the parameters that are sent where ``params`` take the place of the site's."""
+        if not self.stack:
+            return self.operation, params
+        template = template_of(self.stack)
+        template["Resources"][self.name]["Properties"] = params
+        return STACK, {**self.stack, "TemplateBody": json.dumps(template, default=str)}
+
+
+@dataclass
+class Corpus:
+    """Collects sites by operation, and what values members have in them."""
+
+    sites: dict[str, list[Site]] = field(default_factory=dict)
+    values: dict[str, list[Any]] = field(default_factory=dict)
+
+    def add(self, site: Site) -> None:
+        """Take in a site, and those of the resources that it declares."""
+        if site.operation == STACK:
+            for name, held in template_of(site.params).get("Resources", {}).items():
+                if isinstance(held, dict) and isinstance(held.get("Properties"), dict):
+                    self.add(Site(site.task, str(held.get("Type")), held["Properties"], site.params, name))
+        self.sites.setdefault(site.operation, []).append(site)
+        for path, _ in leaves(site.params):
+            name = next(step for step in reversed(path) if step != ELEMENT)
+            known = self.values.setdefault(name, [])
+            value = _at(site.params, path)
+            if value not in known and len(known) < 20:
+                known.append(value)
+
+
+def _at(value: Any, path: Steps) -> Any:
+    for step in path:
+        if step == ELEMENT:
+            value = value[0] if value else None
+        else:
+            value = value.get(step) if isinstance(value, Mapping) else None
+    return value
+
+
+def collect(slot: Slot, templates: Sequence[Template], plays: Mapping[int, Sequence[Mapping[str, Any]]]) -> Corpus:
+    """Play set-ups, drifts, solutions, wrong habits and ``plays`` (as ``written_plays`` returns them) of the templates,
+    and return where each write was sent."""
+    corpus = Corpus()
+    for template in templates:
+        slot.respawn()
+        task = instantiate(template.task_id, 0)
+        drifts = [*task.possible_drifts]
+        base = replace(task, setup=(*task.setup, *task.decoys, *drifts), decoys=(), possible_drifts=(), success={})
+        base = replace(base, description="", desired_state_spec="", solution=(), any_of=(), free=(), may_change=())
+        _record_setup(slot, base, corpus)
+        scripts = [task.solution, *task.any_of, fill(list(template.solution), task.params)]
+        scripts += [[*one.commands, *one.recovery] for one in mistakes(task)]
+        scripts += [_script(entry, task) for entry in plays.get(task.task_id, ())]
+        for script in {tuple(script): None for script in scripts if script}:
+            _record(slot, base, script, corpus)
+    return corpus
+
+
+def _record_setup(slot: Slot, base: Task, corpus: Corpus) -> None:
+    try:
+        world = build_world(slot, base, base.seed)
+    except (SetupError, TaskError):
+        return
+    for place, sent in enumerate(world.sent):
+        for operation, params in sent:
+            if not is_read(operation, params):
+                corpus.add(Site(replace(base, setup=base.setup[:place]), operation, params))
+
+
+def _record(slot: Slot, base: Task, script: Sequence[str], corpus: Corpus) -> None:
+    """Play a script and note the first write of each command that succeeds."""
+    try:
+        world = build_world(slot, base, base.seed)
+        lines = fill_setup(list(script), world.answers)
+    except (SetupError, TaskError, CaptureError):
+        return
+    outputs: list[str] = []
+    done = base
+    for line in lines:
+        line = resolve(line, outputs)
+        result = slot.own_executor.run(line)
+        outputs.append(result.stdout)
+        writes = [one for one in result.requests if one.ok]
+        writes = [one for one in writes if not is_read(f"{one.service}:{one.operation}", one.params)]
+        if writes and result.success:
+            corpus.add(Site(done, f"{writes[0].service}:{writes[0].operation}", writes[0].params))
+        if writes:
+            done = replace(done, setup=(*done.setup, SetupCommand(command=line, ignore_failure=True)))
+
+
+def written_plays(files: Iterable[Path]) -> dict[int, list[Mapping[str, Any]]]:
+    """Return the entries of files of plays, by task: maps from a number to lists of entries with ``commands``, or what
+    they ``change`` in the solution."""
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for file in files:
+        for task_id, kinds in (yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader) or {}).items():
+            found.setdefault(int(task_id), []).extend(entry for listed in kinds.values() for entry in listed)
+    return found
+
+
+def _script(entry: Mapping[str, Any], task: Task) -> list[str]:
+    """Return the commands of a play."""
+    if "commands" in entry:
+        return fill(list(entry["commands"]), task.params)
+    text = "\n".join(task.solution)
+    for old, new in entry.get("change", {}).items():
+        text = text.replace(fill(old, task.params), fill(new, task.params))
+    return text.split("\n")
+
+
+def served_writes() -> list[str]:
+    """Return the write operations that an agent may use, as "service:Operation"."""
+    found = []
+    for service, commands in sorted(ALLOWED.items()):
+        for name in sorted(operation_models(_SERVICES.get(service, service))) if service != "s3" else ():
+            if xform_name(name, "-") in commands and not is_read(f":{name}"):
+                found.append(f"{_SERVICES.get(service, service)}:{name}")
+    return found
+
+
+class ProbeError(RuntimeError):
+    """An operation cannot be probed; the text says why."""
+
+
+class Prober:
+    """Probes the members of one operation at a site, on a slot. Raises ProbeError where a request that was accepted
+    once is not, or does not leave the same account twice."""
+
+    def __init__(self, slot: Slot, site: Site, corpus: Corpus, notes: Notes) -> None:
+        self._slot, self.site, self._corpus, self._notes = slot, site, corpus, notes
+        self.shape = type_shape(site.operation, site.params) if site.stack else input_shape(site.operation)
+        self.about = about_of(site.operation, self.shape, site.params)
+        self._digests: dict[str, str | None] = {}
+        self.sent = 0
+        """Requests that were sent."""
+        first = self._left(site.params)
+        if first is None or self._send(site.params) != first:
+            raise ProbeError("the same request does not leave the same account twice" if first else "is not accepted")
+
+    def members(self) -> dict[Steps, str]:
+        """Return what becomes of each member, by path; what is the same for all of a structure is said of it once."""
+        found: dict[Steps, str] = {}
+        for name, member in self.shape.members.items():
+            if name in self.about:
+                found[name,] = NAMES
+            else:
+                found |= self.fates(self.site.params, (name,), member, ())
+        return found
+
+    def fates(
+        self, params: Mapping[str, Any], path: Steps, shape: Any, above: tuple[str, ...] = ()
+    ) -> dict[Steps, str]:
+        """Return the fates below a path of these parameters, joined where they are all the same."""
+        known = self._known(path, shape)
+        if known:
+            return {path: known}
+        inner = _inner(shape, _at(params, path))
+        if not inner:
+            return {path: self._fate(params, path, shape)}
+        if shape.name in above or len(path) >= DEEPEST:
+            return {path: f"{NOT_PROBED}: deeper than anybody writes"}
+        if _at(params, path) is None:
+            filled = [_with(params, self.shape, path, self._full(path, shape, number, ())) for number in range(2)]
+            left = [self._left(one) for one in (params, *filled)]
+            if left[0] is not None and left.count(left[0]) == len(left):
+                return {path: NOT_KEPT}
+            params = next((one for one, digest in zip(filled, left[1:], strict=True) if digest is not None), params)
+        found: dict[Steps, str] = {}
+        for step, member in inner.items():
+            found |= self.fates(params, (*path, step), member, (*above, shape.name))
+        fates = set(found.values())
+        return {path: fates.pop()} if len(fates) == 1 and DEFAULT not in fates else found
+
+    def _known(self, path: Steps, shape: Any) -> str:
+        """Return the fate that the notes tell."""
+        operation, text = self.site.operation, said(path)
+        if self._notes.steers(operation, text) or shape.metadata.get("idempotencyToken"):
+            return STEERS
+        if self._notes.is_text(operation, text):
+            return TEXT
+        return ""
+
+    def _fate(self, params: Mapping[str, Any], path: Steps, shape: Any) -> str:
+        digests: list[str] = []
+        for value in self._values(path, shape, _at(params, path)):
+            digest = self._left(_with(params, self.shape, path, value))
+            if digest is not None:
+                digests.append(digest)
+            if len(set(digests)) == 2 or len(digests) == _ENOUGH:
+                break
+        place = self.site.operation, said(path)
+        meant = self._notes.defaults.get(place)
+        is_name = shape.type_name == "string" and not _choices(shape) and _NAMING.search(path[-1]) is not None
+        if len(digests) == 1 and not is_name and (meant is None or _at(params, path) != meant):
+            # A name of the only thing there says no more than what is said already, and a default is no other value.
+            without = self._left(_without(params, path))
+            # What a change leaves out stays as it is, which may be the value that was sent.
+            makes = self.site.stack or _MAKES.match(self.site.operation.rpartition(":")[2])
+            if without is not None and (without != digests[0] or makes):
+                digests.append(without)
+        if len(digests) < 2:
+            return f"{NOT_PROBED}: fewer than two values are accepted"
+        if len(set(digests)) > 1:
+            return KEPT
+        return DEFAULT if place in self._notes.defaults else NOT_KEPT
+
+    def _full(self, path: Steps, shape: Any, number: int, above: tuple[str, ...]) -> Any:
+        if shape.type_name == "structure":
+            if shape.name in above or len(path) >= DEEPEST:
+                return {}
+            return {
+                name: self._full((*path, name), member, number, (*above, shape.name))
+                for name, member in shape.members.items()
+            }
+        if shape.type_name == "list":
+            return [self._full((*path, ELEMENT), shape.member, number, above)]
+        if shape.type_name == "map":
+            key = (_choices(shape.key) or ["other"])[0]
+            return {key: self._full((*path, key), shape.value, number, above)}
+        values = self._values(path, shape, None)
+        return values[number % len(values)]
+
+    def _values(self, path: Steps, shape: Any, sent: Any) -> list[Any]:
+        """Return values to try, the one that is sent first."""
+        name = next(step for step in reversed(path) if step != ELEMENT)
+        found = [] if sent is None else [sent]
+        found += _examples(name, shape, self._corpus.values.get(name, []), sent)
+        found = [*{json.dumps(value, default=repr): value for value in found}.values()]
+        return found[: max(MOST_VALUES, len(_choices(shape)))]
+
+    def _left(self, params: Mapping[str, Any]) -> str | None:
+        """Return a digest of the account that a request leaves; None where it is not accepted."""
+        key = json.dumps(params, sort_keys=True, default=repr)
+        if key not in self._digests:
+            self._digests[key] = self._send(params)
+        return self._digests[key]
+
+    def _send(self, params: Mapping[str, Any]) -> str | None:
+        self.sent += 1
+        if self.sent % _SENT_BY_ONE == 0:
+            self._slot.respawn()  # threads of functions and pollers outlive a reset
+        for _ in range(_TRIES):
+            try:
+                return self._send_once(params)
+            except (SetupError, ConnectionError, SimulatorLost):
+                self._slot.respawn()
+        return None
+
+    def _send_once(self, params: Mapping[str, Any]) -> str | None:
+        operation, whole = self.site.request(params)
+        service, _, name = operation.partition(":")
+        build_world(self._slot, self.site.task, self.site.task.seed)
+        before = take_snapshot(self._slot)
+        try:
+            model = operation_model(operation)
+            self._slot.state.call(service, name, _as_shape(whole, model.input_shape))
+            if self.site.stack and not self._is_complete(str(whole["StackName"])):
+                return None
+        except StateCallError:
+            return None
+        after = take_snapshot(self._slot)
+        return state_digest(*(map(_without_stacks, (before, after)) if self.site.stack else (before, after)))
+
+    def _is_complete(self, stack: str) -> bool:
+        """Return whether a stack comes to be. Raises StateCallError."""
+        deadline = process_clock.now() + _STACK_S
+        while True:
+            (found,) = self._slot.state.call("cloudformation", "DescribeStacks", {"StackName": stack})["Stacks"]
+            if not found["StackStatus"].endswith("IN_PROGRESS") or process_clock.now() > deadline:
+                return found["StackStatus"] == "CREATE_COMPLETE"
+            time.sleep(0.01)
+
+
+def _without_stacks(account: Snapshot) -> Snapshot:
+    """Return an account without its stacks, which keep their templates whatever comes of them."""
+    return Snapshot({key: held for key, held in account.resources.items() if key[0] != "cloudformation"})
+
+
+def input_shape(operation: str) -> Any:
+    """Return what botocore's model says of the parameters of an operation."""
+    model = operation_model(operation)
+    return model.input_shape if model is not None and model.input_shape is not None else _plain_shape({})
+
+
+def type_shape(kind: str, properties: Mapping[str, Any]) -> Any:
+    """Return a shape of the properties of a type of resource: those of the operation that makes one, which are named
+    alike, and what a template has besides."""
+    service, noun = service_of(kind), kind.rpartition("::")[2]
+    models = (operation_model(f"{service}:{verb}{noun}") for verb in ("Create", "Put", "Request", ""))
+    model = next((model for model in models if model is not None), None)
+    known = _capital(model.input_shape, 0).members if model is not None and model.input_shape is not None else {}
+    others = {name: _plain_shape(value) for name, value in properties.items() if name not in known}
+    return SimpleNamespace(
+        type_name="structure", name=kind, members={**known, **others}, required_members=(), metadata={}
+    )
+
+
+def _capital(shape: Any, depth: int) -> Any:
+    """Return a shape with the names of its members as CloudFormation writes them."""
+    kind = shape.type_name
+    if kind == "list":
+        return SimpleNamespace(type_name=kind, name=shape.name, metadata={}, member=_capital(shape.member, depth + 1))
+    if kind != "structure":
+        return shape
+    inner = shape.members.items() if depth < DEEPEST else ()
+    members = {f"{name[:1].upper()}{name[1:]}": _capital(member, depth + 1) for name, member in inner}
+    required = [f"{name[:1].upper()}{name[1:]}" for name in shape.required_members]
+    return SimpleNamespace(type_name=kind, name=shape.name, metadata={}, members=members, required_members=required)
+
+
+def _plain_shape(value: Any) -> Any:
+    """Return a shape that a value has."""
+    found = SimpleNamespace(name=repr(value)[:200], metadata={}, type_name="string")
+    if isinstance(value, Mapping):
+        found.type_name, found.required_members = "structure", ()
+        found.members = {str(name): _plain_shape(item) for name, item in value.items()}
+        if len(value) == 1 and next(iter(found.members)).startswith(("Ref", "Fn::")):
+            found.type_name = "string"
+    elif isinstance(value, list):
+        found.type_name, found.member = "list", _plain_shape(value[0] if value else "")
+    elif isinstance(value, bool):
+        found.type_name = "boolean"
+    elif isinstance(value, int):
+        found.type_name = "integer"
+    return found
+
+
+def about_of(operation: str, shape: Any, params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the members that name what a request is about: by the ends of their names, or as the operation calls it,
+    as ``service`` in UpdateService."""
+    own, _ = identifying(service_of(operation), params)
+    name = operation.rpartition(":")[2]
+    of_stack = operation.startswith("AWS::")
+    makes = of_stack or _MAKES.match(name)
+    noun = _MAKES.sub("", name, count=1).lower() if makes else name.lower()
+    required, optional = [], []
+    for member, inner in shape.members.items():
+        is_name = _NAMING.search(member) or name.lower().endswith(member.lower())
+        if inner.type_name != "string" or _choices(inner) or not is_name or member.lower() in _DOCUMENTS:
+            continue
+        named = _NAMING.sub("", member).lower()
+        if not of_stack and member not in shape.required_members:
+            optional += [member] if named and named in noun else []
+        elif not makes or named in noun or (member.endswith("Id") and not of_stack):
+            required.append(member)
+    own_ones = [own] if own in shape.members else []
+    return tuple(dict.fromkeys([*own_ones, *(required or optional)]))
+
+
+def _inner(shape: Any, sent: Any) -> dict[str, Any]:
+    """Return the members of a structure, the element of a list, the values of a map; none of a leaf."""
+    if shape.type_name == "structure":
+        return dict(shape.members)
+    if shape.type_name == "list":
+        return {ELEMENT: shape.member}
+    if shape.type_name == "map":
+        known = _choices(shape.key) or [*(sent if isinstance(sent, Mapping) else ()), ANY]
+        return {key: shape.value for key in known}
+    return {}
+
+
+def _choices(shape: Any) -> list[str]:
+    return list(getattr(shape, "enum", ()))
+
+
+def _examples(name: str, shape: Any, seen: Sequence[Any], sent: Any) -> list[Any]:
+    """Return values that a leaf of this shape may have."""
+    kind = shape.type_name
+    if kind == "boolean":
+        return [True, False]
+    if kind in ("integer", "long", "float", "double"):
+        low = shape.metadata.get("min", 1)
+        high = shape.metadata.get("max", max(1000, low))
+        near = [sent + 1, sent - 1] if isinstance(sent, int | float) else []
+        numbers = [*near, *seen, 1, 2, 30, 60, 7, low, high]
+        return [number for number in numbers if isinstance(number, int | float) and low <= number <= high]
+    if kind == "timestamp":
+        return ["2031-01-01T00:00:00Z", "2032-01-01T00:00:00Z"]
+    if kind == "blob":
+        return [b"one", b"two"]
+    if _choices(shape):
+        return _choices(shape)
+    return [value for value in seen if isinstance(value, str)][:3] + _texts(name.lower(), sent)
+
+
+def _texts(name: str, sent: Any) -> list[str]:
+    changed = []
+    if isinstance(sent, str):
+        changed = [_ID.sub(lambda match: "0" * len(match[0]), sent)] if _ID.search(sent) else [f"{sent}2"]
+        if sent.lstrip("-").isdecimal():
+            changed = [str(int(sent) + 1)]
+    if name.endswith("arn"):
+        return [*changed, "arn:aws:iam::000000000000:role/other", "arn:aws:iam::000000000000:role/another"]
+    if "cidr" in name:
+        return [*changed, "10.7.0.0/24", "10.8.0.0/24"]
+    return [*changed, "other", "another", "1", "2"]
+
+
+def _with(params: Mapping[str, Any], shape: Any, path: Steps, value: Any) -> dict[str, Any]:
+    """Return parameters with a value at a path; what lies above it is made, with what it must have."""
+    return _put(params, shape, path, value)
+
+
+def _put(held: Any, shape: Any, path: Steps, value: Any) -> Any:
+    if not path:
+        return value
+    step, rest = path[0], path[1:]
+    if shape.type_name == "list":
+        items = list(held) if isinstance(held, list) else []
+        first = items[0] if items else None
+        return [_put(first, shape.member, rest, value), *items[1:]]
+    if shape.type_name == "map":
+        known = dict(held) if isinstance(held, Mapping) else {}
+        key = "other" if step == ANY else step
+        return {**known, key: _put(known.get(key), shape.value, rest, value)}
+    known = dict(held) if isinstance(held, Mapping) else _least(shape)
+    return {**known, step: _put(known.get(step), shape.members[step], rest, value)}
+
+
+def _least(shape: Any, depth: int = 0) -> Any:
+    """Return the smallest value of a shape."""
+    if depth > DEEPEST:
+        return {}
+    if shape.type_name == "structure":
+        return {name: _least(shape.members[name], depth + 1) for name in shape.required_members}
+    if shape.type_name == "list":
+        return [_least(shape.member, depth + 1)] if shape.metadata.get("min") else []
+    if shape.type_name == "map":
+        return {}
+    return _examples(shape.name, shape, (), None)[0]
+
+
+def _without(params: Any, path: Steps) -> Any:
+    """Return parameters without what is at a path."""
+    step, rest = path[0], path[1:]
+    if step == ELEMENT:
+        items = list(params) if isinstance(params, list) else []
+        return [_without(items[0], rest), *items[1:]] if items and rest else items[1:]
+    if not isinstance(params, Mapping) or step not in params:
+        return params
+    if not rest:
+        return {name: item for name, item in params.items() if name != step}
+    return {**params, step: _without(params[step], rest)}
+
+
+def _as_shape(value: Any, shape: Any) -> Any:
+    """Return recorded parameters as botocore takes them: bytes where the model says so."""
+    kind = getattr(shape, "type_name", "")
+    if kind == "structure" and isinstance(value, Mapping):
+        return {name: _as_shape(item, shape.members.get(name)) for name, item in value.items()}
+    if kind == "list" and isinstance(value, list):
+        return [_as_shape(item, shape.member) for item in value]
+    if kind == "map" and isinstance(value, Mapping):
+        return {name: _as_shape(item, shape.value) for name, item in value.items()}
+    return value.encode() if kind == "blob" and isinstance(value, str) else value
+
+
+def ranked_sites(sites: Sequence[Site]) -> list[Site]:
+    """Return the sites, those first that send the most members."""
+    return sorted(sites, key=lambda site: -len(_sent_paths(site)))
+
+
+def _sent_paths(site: Site) -> set[Steps]:
+    return {path for path, _ in leaves(site.params)}
+
+
+def versions() -> dict[str, str]:
+    """Return what a table holds for."""
+    return {name: metadata.version(name) for name in ("ministack", "botocore")}
+
+
+def joined(tables: Sequence[tuple[Site, Mapping[Steps, str]]]) -> dict[str, str]:
+    """Return one table of several sites of an operation. Of a member those sites speak that send it, where one of them
+    could probe it; what one of them does not keep is not kept, and what one keeps that another could not probe is
+    kept."""
+    found: dict[Steps, tuple[int, str]] = {}
+    for site, table in tables:
+        for path, fate in table.items():
+            weight = 0 if fate.startswith(NOT_PROBED) else 1 + (path[0] in site.params) + _is_sent(site, path)
+            known, old = found.get(path, (-1, ""))
+            if weight > known or (weight == known and old == KEPT):
+                found[path] = weight, fate
+    return {said(path): fate for path, (_, fate) in sorted(found.items())}
+
+
+def _is_sent(site: Site, path: Steps) -> bool:
+    return _at(site.params, path) is not None
+
+
+_EMPTY = Task(task_id=0, template="empty", tier="warmup", seed=0, description="", setup=(), success={})
+_NOT_SENT = "no set-up, solution or play of a task sends it"
+
+
+def _made_up(operation: str) -> list[Site]:
+    """Return a site in an empty account for an operation that nobody sends: the smallest request, where it makes
+    something."""
+    if not _MAKES.match(operation.partition(":")[2]):
+        return []
+    return [Site(_EMPTY, operation, _least(input_shape(operation)))]
+
+
+def probe(slot: Slot, operation: str, corpus: Corpus, notes: Notes) -> dict[str, Any]:
+    """Return the entry of an operation in the table."""
+    shape = input_shape(operation)
+    about = list(about_of(operation, shape, dict.fromkeys(shape.members, "")))
+    if operation in notes.uses:
+        return {NOT_PROBED: "it only uses a resource", "about": about}
+    known = corpus.sites.get(operation, ())
+    probers: list[Prober] = []
+    covered: set[Steps] = set()
+    problem = _NOT_SENT
+    failed = 0
+    for site in ranked_sites(known) or _made_up(operation):
+        if probers and _sent_paths(site) <= covered:
+            continue
+        try:
+            probers.append(Prober(slot, site, corpus, notes))
+            covered |= _sent_paths(site)
+        except ProbeError as error:
+            problem = str(error) if known else _NOT_SENT
+            failed += 1
+        if len(probers) == _MOST_SITES or failed == _MOST_FAILED:
+            break
+    if not probers:
+        return {NOT_PROBED: problem, "about": about}
+    tables = [(prober.site, prober.members()) for prober in probers]
+    return {
+        "about": list(probers[0].about),
+        "members": joined(tables),
+        "tasks": sorted({prober.site.task.task_id for prober in probers} - {0}),
+    }
+
+
+def make_table(
+    slots: Sequence[Slot], corpus: Corpus, notes: Notes, operations: Sequence[str], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return the table of these operations, and those that the corpus has besides; ``tell`` hears of each."""
+    waiting: SimpleQueue[Slot] = SimpleQueue()
+    for slot in slots:
+        waiting.put(slot)
+
+    def turn(operation: str) -> tuple[str, dict[str, Any]]:
+        slot = waiting.get()
+        try:
+            slot.respawn()
+            began = time.monotonic()
+            entry = probe(slot, operation, corpus, notes)
+            tell(f"{operation}: {len(entry.get('members', ()))} members, {time.monotonic() - began:.1f} s")
+            return operation, entry
+        finally:
+            waiting.put(slot)
+
+    with ThreadPoolExecutor(len(slots)) as threads:
+        entries = dict(threads.map(turn, sorted({*operations, *corpus.sites})))
+    return {"versions": versions(), "operations": entries}

@@ -1,0 +1,81 @@
+"""Probing which members a simulator keeps: a sample of the table that comes with the package, made anew."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from realhf.aws.episode.member_probe import (
+    Site,
+    about_of,
+    collect,
+    input_shape,
+    joined,
+    probe,
+    ranked_sites,
+    served_writes,
+    versions,
+    written_plays,
+)
+from realhf.aws.grading.member_notes import has_member, read_notes
+from realhf.aws.grading.sent_settings import KEPT, NOT_KEPT, NOT_PROBED, TABLE, table_text
+from realhf.aws.simulator.slot import Slot
+from realhf.aws.tasks.loader import get_template, instantiate
+from tests.aws.validation import play
+
+FILES = sorted(Path(play.__file__).with_name("plays").glob("*.yaml"))
+SAMPLE = (
+    "autoscaling:UpdateAutoScalingGroup",
+    "dynamodb:UpdateContinuousBackups",
+    "ec2:CreateLaunchTemplate",
+    "elbv2:CreateTargetGroup",
+    "sqs:CreateQueue",
+    "stepfunctions:CreateStateMachine",
+)
+
+
+@pytest.fixture(scope="module")
+def table() -> dict:
+    return json.loads(TABLE.read_text())
+
+
+def test_the_table_holds_every_write_that_is_served_for_the_versions_in_use(table: dict) -> None:
+    assert table["versions"] == versions(), "make the table anew"
+    assert set(served_writes()) <= set(table["operations"])
+    assert TABLE.read_text() == table_text(table) and TABLE.stat().st_size < 1_000_000
+    for operation, entry in table["operations"].items():
+        assert ("not probed" in entry) is not ("members" in entry), operation
+        if not operation.startswith("AWS::"):
+            assert all(has_member(operation, path.replace(".*", ".x")) for path in entry.get("members", ())), operation
+
+
+@pytest.mark.sim
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", SAMPLE)
+def test_a_sample_of_the_table_is_what_a_simulator_does(slot: Slot, table: dict, operation: str) -> None:
+    entry = table["operations"][operation]
+    corpus = collect(slot, [get_template(number) for number in entry["tasks"]], written_plays(FILES))
+    assert probe(slot, operation, corpus, read_notes()) == entry
+
+
+def _site(**params: object) -> Site:
+    return Site(instantiate(101, 0), "lambda:CreateFunction", params)
+
+
+def test_of_a_member_the_sites_speak_that_send_it() -> None:
+    path = ("Handler",)
+    sends, other = _site(Handler="main"), _site(Runtime="python3.13")
+    assert joined([(sends, {path: NOT_KEPT}), (other, {path: KEPT})]) == {"Handler": NOT_KEPT}
+    assert joined([(other, {path: NOT_KEPT}), (sends, {path: KEPT})]) == {"Handler": KEPT}
+    unknown = f"{NOT_PROBED}: fewer than two values are accepted"
+    assert joined([(sends, {path: unknown}), (other, {path: KEPT})]) == {"Handler": KEPT}
+
+
+def test_sites_that_send_more_come_first() -> None:
+    few, many, others = _site(Handler="a"), _site(Handler="a", Timeout=3), _site(Runtime="python3.13")
+    assert ranked_sites([few, many, others])[0] == many
+
+
+def test_what_the_operation_calls_it_names_it() -> None:
+    about = about_of("ecs:UpdateService", input_shape("ecs:UpdateService"), {"cluster": "a", "service": "b"})
+    assert set(about) == {"cluster", "service"}
