@@ -193,6 +193,15 @@ def loaded_from_elsewhere(site: Path) -> list[str]:
     return found
 
 
+def not_twice(site: Path, written: list[Path]) -> list[str]:
+    """Return every page that is missing for people or as Markdown."""
+    wanted = [*written]
+    wanted += [
+        page.with_name("index.html") if page.name == "README.md" else page.with_suffix(".html") for page in written
+    ]
+    return [f"{page}: is missing" for page in wanted if not (site / page).is_file()]
+
+
 def keep_libraries_away(site: Path) -> None:
     """Take the addresses out of the theme's scripts from which it would load libraries: for diagrams, which no page
     has, and for browsers that are many years old."""
@@ -227,7 +236,7 @@ def main() -> int:
         shutil.copyfile(page, SITE / page.relative_to(SOURCE))
     keep_libraries_away(SITE)
     (SITE / "llms.txt").write_text(index_for_models(api), encoding="utf-8")
-    faults = loaded_from_elsewhere(SITE)
+    faults = [*loaded_from_elsewhere(SITE), *not_twice(SITE, [*pages(), *map(Path, api)])]
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     print(f"{SITE}: {len([*SITE.rglob('*.html')])} pages")
