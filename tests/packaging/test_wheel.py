@@ -21,17 +21,36 @@ PACKAGES = ("configs", "experiments", "realhf", "workers")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built offline from a copy, so that nothing that an earlier build left behind gets into it."""
-    tree = tmp_path_factory.mktemp("tree")
+def copy_tree(tree: Path) -> None:
+    """Put what is packaged into a folder."""
     for name in PACKAGES:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, tree / name)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built offline from a copy, so that nothing that an earlier build left behind gets into it."""
+    tree = tmp_path_factory.mktemp("tree")
+    copy_tree(tree)
     out = tmp_path_factory.mktemp("wheel")
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(out))
     run(*PIP, "wheel", *options, str(tree))
+    [built] = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel_of_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from the source distribution and nothing else."""
+    tree = tmp_path_factory.mktemp("source_tree")
+    copy_tree(tree)
+    out = tmp_path_factory.mktemp("source")
+    run(sys.executable, "-c", f"from setuptools.build_meta import build_sdist; build_sdist({str(out)!r})", cwd=tree)
+    [source] = out.glob("*.tar.gz")
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--wheel-dir", str(out))
+    run(*PIP, "wheel", *options, str(source))
     [built] = out.glob("*.whl")
     return built
 
@@ -130,3 +149,27 @@ def test_an_environment_is_written_and_checked_outside_the_checkout(installed: P
     run(*command, "init", "first_game", cwd=tmp_path, pythonpath=installed)
     printed = run(*command, "check", "first_game.py", "--instances", "5", cwd=tmp_path, pythonpath=installed)
     assert printed.splitlines()[-1].startswith("FirstGame: no faults, no notes, ")
+
+
+@pytest.mark.nightly
+def test_the_source_distribution_holds_what_the_wheel_holds(wheel: Path, wheel_of_source: Path) -> None:
+    """An installer that builds from source gets the same files."""
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(wheel_of_source) as second:
+        assert {*first.namelist()} == {*second.namelist()}
+        names = [name for name in first.namelist() if not name.endswith("/RECORD")]
+        assert [name for name in names if first.read(name) != second.read(name)] == []
+
+
+@pytest.mark.nightly
+def test_it_installs_into_a_fresh_environment(wheel_of_source: Path, tmp_path: Path) -> None:
+    """With what it requires, in the versions of ``constraints.txt``: commands start, and the files of the package are
+    found. Nothing of this environment is seen."""
+    fresh = tmp_path / "fresh"
+    run(sys.executable, "-m", "venv", str(fresh))
+    python = str(fresh / "bin" / "python")
+    constraints = ("-c", str(ROOT / "constraints.txt"))
+    run(python, "-m", "pip", "install", "--quiet", *constraints, f"{wheel_of_source}[server]")
+    for command in ((python, "-m", "realhf"), (str(fresh / "bin" / "run-api"),), (python, "-m", "realhf.env")):
+        assert run(*command, "--version", cwd=tmp_path).split()[-1] == realhf.__version__
+    tasks = "from realhf.aws.tasks.loader import instantiate; print(instantiate(1, 7).description)"
+    assert run(python, "-c", tasks, cwd=tmp_path).strip()
