@@ -187,7 +187,7 @@ class MemberTable:
     def _probed(self, operation: str, path: Steps) -> str:
         found, node = NOT_PROBED, self._fates.get(operation, {})
         for step in path:
-            node = node.get(step) or node.get(ANY)
+            node = (node.get(step) if step else None) or node.get(ANY)  # "" holds the fate of the node itself
             if node is None:
                 break
             found = node.get("", found)
@@ -488,13 +488,19 @@ def _declared_by(params: Mapping[str, Any], deed: Deed) -> list[Deed]:
 def _as_it_stays(params: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the parameters of a request about a stack with the template and the values that it keeps from ``before``,
     the last one."""
-    known = {given.get("ParameterKey"): given for given in before.get("Parameters") or ()}
+    known = {given.get("ParameterKey"): given for given in _parameters(before)}
     values = [
         known.get(given.get("ParameterKey"), given) if given.get("UsePreviousValue") else given
-        for given in params.get("Parameters") or ()
+        for given in _parameters(params)
     ]
     body = before.get("TemplateBody") if params.get("UsePreviousTemplate") else params.get("TemplateBody")
     return {**params, "TemplateBody": body, "Parameters": values}
+
+
+def _parameters(request: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the values of a stack's parameters in a request."""
+    given = request.get("Parameters")
+    return [one for one in given if isinstance(one, Mapping)] if isinstance(given, list) else []
 
 
 def _plain(path: Steps) -> Steps:

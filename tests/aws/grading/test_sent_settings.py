@@ -2,6 +2,7 @@
 is no setting of the target, and what the table does not know."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from realhf.aws.grading.sent_settings import (
     last_sent,
     member_table,
     sent_otherwise,
+)
+from realhf.aws.grading.sent_settings import (
+    TABLE as TABLE_FILE,
 )
 from realhf.aws.grading.snapshot import Snapshot
 from realhf.aws.grading.stack_templates import UnreadTemplate, declared
@@ -159,6 +163,7 @@ def test_one_attribute_alone_is_known_by_its_name() -> None:
     assert told_of([attribute("RawMessageDelivery", "false")], [], account, queue)
     assert told_of([attribute("Delivery", "true")], [], account, queue)
     assert not told_of([Deed("sqs:CreateQueue", {"Attributes": {}})], [], account, queue), "nothing was asked for"
+    assert told_of([Deed("sqs:CreateQueue", {"Attributes": {"": "1"}})], [], account, queue), "a name may be empty"
     made = Deed("sqs:CreateQueue", {"Attributes": {"Delay": "1"}})
     (settings,) = last_sent([made, Deed("sqs:SetQueueAttributes", {"Attributes": {"Other": "2"}})], queue).values()
     assert {path[0] for path in settings} == {"delay", "other"}, "one attribute leaves the others as they are"
@@ -481,3 +486,46 @@ def test_an_update_is_about_what_it_names_and_makes_nothing() -> None:
         ("ec2:ReplaceRoute", {"RouteTableId": "rtb-1", "GatewayId": "igw-1"}, ("ec2", "rtb-1")),
     ):
         assert member_table().subject(Deed(operation, params, drawn)) == subject
+
+
+MEMBERS = ("Name", "Attributes", "AttributeName", "AttributeValue", "Tags", "VersionId", "Bucket", "TopicName")
+VALUES = (
+    *(None, "", [], {}, "x", 1, 2.5, True, b"x", "[", '{"a":1}', {"": "a"}, {1: 2}, {"Ref": "T"}, {"Fn::Sub": "${T}"}),
+    *([{"Name": "n", "Value": "v"}], {"Attributes": {}}, {"AttributeName": "x", "AttributeValue": "y"}, "<unknown>"),
+)
+NAMES = ("shop", "vpc-1", "arn:aws:sns:us-east-1:000000000000:shop")
+KEYS = (("sns", "topics", "shop"), ("ec2", "vpcs", "vpc-1"), ("s3", "buckets", "shop"), ("sqs", "queues", "q/shop"))
+OPERATIONS = (*json.loads(TABLE_FILE.read_text())["operations"], *(["cloudformation:CreateStack"] * 40))
+
+
+def drawn_deeds(draw: random.Random) -> list[Deed]:
+    """Return a few requests of any operation with any parameters, and what may come and go with them."""
+    found = []
+    for _ in range(draw.randint(1, 8)):
+        operation = draw.choice(OPERATIONS)
+        params = {member: draw.choice(VALUES) for member in draw.sample(MEMBERS, draw.randint(0, 4))}
+        names = [member for member in member_table().about(Deed(operation, {})) if member]
+        params |= {
+            member: draw.choice(["shop", "vpc-1", "arn:aws:sns:us-east-1:000000000000:shop"]) for member in names
+        }
+        if operation == "cloudformation:CreateStack":
+            declared_ = {member: draw.choice(VALUES[:7]) for member in draw.sample(MEMBERS, 3)}
+            resources = {"T": {"Type": draw.choice(["AWS::SNS::Topic", "A", 5]), "Properties": declared_}}
+            params["TemplateBody"] = draw.choice(["{", json.dumps({"Resources": resources})])
+        made = ((operation.partition(":")[0], "vpc-1"),) if draw.random() < 0.3 else ()
+        came, went = (frozenset(draw.sample(KEYS, draw.randint(0, 2))) for _ in range(2))
+        found.append(Deed(operation, params, made, came, went))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_requests_can_be_read_and_are_as_themselves(seed: int) -> None:
+    table = member_table()
+    account = {key: {"Name": "x", "attributes": {"a": 1}} for key in KEYS}
+    for number in range(30):
+        draw = random.Random(seed * 1000 + number)
+        deeds = drawn_deeds(draw)
+        mine = last_sent(deeds, table)
+        sent_otherwise(mine, last_sent(drawn_deeds(draw), table), account, account)
+        told = sent_otherwise(mine, last_sent(deeds, table), account, account)
+        assert not [word for word in told if "::Template" not in word], deeds
