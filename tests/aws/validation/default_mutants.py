@@ -54,8 +54,9 @@ def given_defaults(task: Task) -> Iterator[Mutant]:
 def _may_be_given(path: str, kind: str, operation: str) -> bool:
     """Return whether an operation may give what stands at a path: what a document says is no option, and attributes
     are those of the thing that the operation is about."""
-    if DOCUMENT in path:
-        return False
+    service, _, records = kind.partition("/")
+    if DOCUMENT in path or (service == "s3" and records != "buckets" and records.replace("_", "-") not in operation):
+        return False  # a setting of a bucket is none of its objects
     holders = [kind.rpartition("/")[2], *path.replace("[]", "").split("/")]
     if _ATTRIBUTES not in holders:
         return True

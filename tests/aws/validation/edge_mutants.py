@@ -9,6 +9,7 @@ from functools import cache
 from itertools import chain, islice
 
 from realhf.aws.cli.command_table import ALLOWED
+from realhf.aws.grading.member_notes import read_notes
 from realhf.aws.grading.sent_settings import ELEMENT, NOT_KEPT, member_table
 from realhf.aws.real_aws.describe_walker import members
 from realhf.aws.tasks.loader import is_name
@@ -165,4 +166,6 @@ def _is_dropped(line: str, path: str) -> bool:
     member = next(named, "")
     steps = (ELEMENT if _PLACE.fullmatch(step) else step for step in _STEPS.findall(".".join((member, *below))))
     name = f"{model.service_model.service_name}:{model.name}"
+    if any(operation == name and its.startswith(member) for operation, its in read_notes().defaults):
+        return False  # what is added may be the default
     return bool(member) and name not in member_table().uses and member_table().fate(name, tuple(steps)) == NOT_KEPT
