@@ -182,6 +182,7 @@ def _update_all_of_a_group() -> None:
     from, how they end.
 
     https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_UpdateAutoScalingGroup.html
+    https://docs.aws.amazon.com/autoscaling/ec2/userguide/auto-scaling-benefits.html
     """
     autoscaling = _module("autoscaling")
     update = autoscaling._ACTION_MAP["UpdateAutoScalingGroup"]
@@ -192,6 +193,9 @@ def _update_all_of_a_group() -> None:
             return update(request)
         for member in ("AvailabilityZones", "TerminationPolicies"):
             group[member] = autoscaling._parse_member_list(request, member) or group[member]
+        zones = sorted(group["AvailabilityZones"])
+        for place, machine in enumerate(group["Instances"]):  # AWS balances them over the zones anew
+            machine["AvailabilityZone"] = zones[place % len(zones)]
         protected = autoscaling._p(request, "NewInstancesProtectedFromScaleIn")
         if protected:
             group["NewInstancesProtectedFromScaleIn"] = protected == "true"

@@ -151,6 +151,7 @@ def test_all_of_a_group_is_updated(aws) -> None:
     found = group("one")
     assert (found["LaunchConfigurationName"], found.get("LaunchTemplate")) == ("l", None)
     assert found["AvailabilityZones"] == ["us-east-1b", "us-east-1c"]
+    assert [machine["AvailabilityZone"] for machine in found["Instances"]] == ["us-east-1b"]
     assert (found["NewInstancesProtectedFromScaleIn"], found["TerminationPolicies"]) == (True, ["OldestInstance"])
     assert aws(f"{update} --launch-template LaunchTemplateName=web --min-size 2")[0] == 0
     found = group("one")
