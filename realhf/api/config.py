@@ -40,27 +40,26 @@ class LRSchedule(Enum):
 class OptimizerConfig:
     """AdamW. Warm-up and decay are over the train steps of the run."""
 
-    lr: float = option(1e-6, "The learning rate after the warm-up.", above=0, on_resume="warns")
-    weight_decay: float = option(0.05, "Every update shrinks the weights by this times the learning rate.", at_least=0)
-    beta1: float = option(
-        0.9, "This much of the running mean of the gradients stays in every update.", at_least=0, at_most=1
-    )
-    beta2: float = option(
-        0.95, "This much of the running mean of the squared gradients stays in every update.", at_least=0, at_most=1
-    )
-    eps: float = option(1e-5, "AdamW adds this to the denominator of every update.", at_least=0)
+    lr: float = option(1e-6, "Peak learning rate, reached after the warm-up.", above=0, on_resume="warns")
+    weight_decay: float = option(0.05, "AdamW weight decay (decoupled).", at_least=0)
+    beta1: float = option(0.9, "AdamW beta1, the decay rate of the first moment.", at_least=0, at_most=1)
+    beta2: float = option(0.95, "AdamW beta2, the decay rate of the second moment.", at_least=0, at_most=1)
+    eps: float = option(1e-5, "AdamW epsilon, added to the denominator for numerical stability.", at_least=0)
     warmup_steps_proportion: float = option(
-        0.001, "The learning rate rises from 0 over this fraction of the steps.", at_least=0, at_most=1
+        0.001,
+        "Fraction of the train steps over which the learning rate warms up linearly from 0.",
+        at_least=0,
+        at_most=1,
     )
     lr_scheduler_type: LRSchedule = option(
-        LRSchedule.constant, "After the warm-up the learning rate stays, or falls to 0 in a line or a cosine."
+        LRSchedule.constant, "Learning rate schedule after the warm-up: constant, or linear or cosine decay to 0."
     )
     gradient_clipping: float = option(
-        1.0, "A gradient with a larger norm is scaled down to this norm; 0 never scales.", at_least=0
+        1.0, "Maximum gradient norm; larger gradients are rescaled to it. 0 disables clipping.", at_least=0
     )
     offload: bool = option(
         False,
-        "The moments of AdamW are in the memory of the host between steps; on GPUs, by backends torch and ddp.",
+        "Offload the AdamW moments to host memory between steps (GPUs only, backends torch and ddp).",
         on_resume="free",
     )
 
@@ -69,13 +68,13 @@ class OptimizerConfig:
 class ParallelConfig:
     """How several workers of a role share its training; the product is the number of its workers."""
 
-    dp: int = option(
-        0, "So many copies of the model share the sequences of a batch; 0: as many as the workers allow.", at_least=0
-    )
+    dp: int = option(0, "Data-parallel size; 0 infers it from the number of workers.", at_least=0)
     fsdp: int = option(
-        0, "Every copy is cut over so many workers; 0: over all of them by backend fsdp2, else over one.", at_least=0
+        0,
+        "Number of workers that each replica is sharded over; 0 means all of them with backend fsdp2, otherwise 1.",
+        at_least=0,
     )
-    tp: int = option(1, "Every layer is cut over so many workers; no backend does this yet.", at_least=1)
+    tp: int = option(1, "Tensor-parallel size; no backend supports a value above 1 yet.", at_least=1)
 
 
 @dataclass
@@ -83,23 +82,25 @@ class LoraConfig:
     """Low-rank adapters on linear layers, which train in place of the weights that they stand beside."""
 
     rank: int = option(
-        0, "Adapters of this rank train and all other weights stay as they are; 0 trains all weights.", at_least=0
+        0,
+        "Rank of the LoRA adapters, which train while all other weights are frozen; 0 trains the full weights.",
+        at_least=0,
     )
     alpha: float = option(
         32.0,
-        "The product of an adapter counts this many times, divided by actor.lora.rank.",
+        "LoRA alpha: an adapter's output is scaled by alpha / rank.",
         above=0,
         idle=_NO_ADAPTERS,
     )
     targets: list[str] = option(
         [],
-        "Linear layers of the blocks with these names, or ends of names, have adapters, e.g. [q_proj, v_proj]; none "
-        "named: all of them.",
+        "Linear layers that get adapters, by name or suffix, e.g. [q_proj, v_proj]; empty means all linear layers "
+        "of the blocks.",
         idle=_NO_ADAPTERS,
     )
     dropout: float = option(
         0.0,
-        "In train steps an adapter does not see this share of its inputs; supervised training only.",
+        "Dropout on the inputs of the adapters during training; supervised training only.",
         at_least=0,
         at_most=0.9,
         idle=_NO_ADAPTERS,
@@ -114,52 +115,51 @@ class LoraConfig:
 class ModelConfig:
     """A model role: where its weights come from, who holds them, and how they train."""
 
-    path: str = option("builtin", "The model is 'builtin' (the small policy made here), a folder, or a hub id.")
+    path: str = option("builtin", "Model to load: 'builtin' (the small built-in policy), a folder, or a hub id.")
     warm_start: bool = option(
         False,
-        "A model of actor.path is trained on demonstrations first, as the section warm_start says; the built-in policy "
-        "always is.",
+        "Fine-tune the model of actor.path on demonstrations first, as configured in warm_start; the built-in "
+        "policy always is.",
         idle="it is about a model of one's own, in an experiment that does not itself train on demonstrations",
     )
-    workers: list[int] = option(
-        [0], "The model workers with these indices hold the model.", at_least=0, on_resume="free"
-    )
+    workers: list[int] = option([0], "Indices of the model workers that hold the model.", at_least=0, on_resume="free")
     backend: str = option(
         "torch",
-        "This backend trains the model: torch on one worker, ddp with a copy on each of several, fsdp2 with the model "
-        "cut over several.",
+        "Training backend: torch on one worker, ddp with a replica on each of several, fsdp2 with the model "
+        "sharded over several.",
         registry="backends",
         on_resume="free",
     )
     parallel: ParallelConfig = section(ParallelConfig, on_resume="free")
     dtype: str = option(
         "float32",
-        "Weights have this type; float16 would need a loss scale, which no backend has.",
+        "Data type of the weights. float16 is not supported, since no backend scales the loss.",
         choices=("float32", "bfloat16"),
     )
     gradient_checkpointing: bool = option(
         False,
-        "Activations are computed again in the backward pass, which saves memory and costs time.",
+        "Recompute activations in the backward pass, which trades time for memory.",
         on_resume="free",
     )
     compile: bool = option(
         False,
-        "The blocks of the model are compiled by torch.compile for training and scoring: the first steps take minutes, "
-        "and a compiler must be there (g++ on the CPU, triton on GPUs).",
+        "Compile the transformer blocks with torch.compile for training and scoring. The first steps take minutes, "
+        "and a compiler is required (g++ on the CPU, triton on GPUs).",
         on_resume="free",
     )
     experts: bool = option(
         False,
-        "A mixture of experts is trained as it is: without the auxiliary loss of its router, and with the routing that "
-        "the trainer computes, which in bfloat16 may be another than the generator's.",
+        "Allow training a mixture of experts, without the router's auxiliary loss and with the trainer's own "
+        "routing, which can differ from the generator's in bfloat16.",
         idle="the model is that of the actor, and actor.experts is about it",
     )
     chat_template_kwargs: dict[str, Any] = option(
-        {}, "Every text is rendered with these variables of the chat template, e.g. {enable_thinking: false}."
+        {}, "Variables passed to the chat template whenever text is rendered, e.g. {enable_thinking: false}."
     )
     tool_parser: str = option(
         AUTO,
-        "The policy's calls of tools are read in this syntax; auto: in that of its chat template, plain: not at all.",
+        "Syntax in which the policy's tool calls are parsed; auto detects it from the chat template, plain parses "
+        "none.",
         choices=(AUTO, *FAMILIES),
         idle="the model plays no episodes, and actor.tool_parser is about the one that does",
     )
@@ -172,7 +172,7 @@ class ReferenceConfig:
     """The frozen reference policy: the actor's first weights. With adapters it is the actor with its adapters off, on
     the workers that hold the actor."""
 
-    workers: list[int] = option([0], "The model workers with these indices hold the reference.", at_least=0)
+    workers: list[int] = option([0], "Indices of the model workers that hold the reference.", at_least=0)
 
 
 @dataclass
@@ -180,22 +180,24 @@ class TeacherConfig:
     """The teacher of on-policy distillation (ppo.distill_weight): a frozen model that says how likely the policy's
     tokens are to it, so that its tokenizer must be the actor's. It is a role of the graph, or is served elsewhere."""
 
-    path: str = option("", "The teacher is a role of the graph with the model of this folder or hub id.")
+    path: str = option("", "Folder or hub id of a teacher that runs as a role of the graph.")
     workers: list[int] = option(
-        [0], "The model workers with these indices hold the teacher of teacher.path.", at_least=0, on_resume="free"
+        [0], "Indices of the model workers that hold the teacher of teacher.path.", at_least=0, on_resume="free"
     )
     dtype: str = option(
-        "float32", "The weights of teacher.path have this type.", choices=("float32", "bfloat16"), on_resume="free"
+        "float32", "Data type of the weights of teacher.path.", choices=("float32", "bfloat16"), on_resume="free"
     )
     url: str = option(
         "",
-        "The teacher is served at this address: an OpenAI-compatible /v1/completions that gives log-probabilities of "
-        "prompts, such as vLLM's.",
+        "URL of a served teacher: an OpenAI-compatible /v1/completions endpoint that returns prompt "
+        "log-probabilities, such as vLLM's.",
         on_resume="free",
     )
-    model: str = option("", "The server of teacher.url knows the teacher by this name; by default the first it lists.")
-    token_file: str | None = option(None, "This file holds the bearer token of teacher.url.", on_resume="free")
-    connections: int = option(16, "So many sequences are sent to teacher.url at once.", at_least=1, on_resume="free")
+    model: str = option(
+        "", "Name of the teacher on the server of teacher.url; by default the first model that it lists."
+    )
+    token_file: str | None = option(None, "File with the bearer token for teacher.url.", on_resume="free")
+    connections: int = option(16, "Maximum number of concurrent requests to teacher.url.", at_least=1, on_resume="free")
 
     def problems(self, name: str) -> Iterator[str]:
         """There is one teacher, and what belongs to the other kind does nothing."""
@@ -215,12 +217,12 @@ class TeacherConfig:
 class BuiltinModelConfig:
     """The small policy for machines without downloads (a Qwen3 configuration)."""
 
-    vocab_size: int = option(1536, "The tokenizer learns this many tokens.", at_least=1)
-    hidden_size: int = option(128, "The hidden states are this wide: num_heads times an even head width.", at_least=1)
-    num_layers: int = option(4, "The policy has this many layers.", at_least=1)
-    num_heads: int = option(4, "Every layer has this many attention heads.", at_least=1)
-    intermediate_size: int = option(384, "The feed-forward networks are this wide.", at_least=1)
-    max_positions: int = option(1024, "The context holds this many tokens.", at_least=1)
+    vocab_size: int = option(1536, "Vocabulary size of the tokenizer.", at_least=1)
+    hidden_size: int = option(128, "Hidden size; must be num_heads times an even head dimension.", at_least=1)
+    num_layers: int = option(4, "Number of transformer layers.", at_least=1)
+    num_heads: int = option(4, "Number of attention heads per layer.", at_least=1)
+    intermediate_size: int = option(384, "Hidden size of the feed-forward networks.", at_least=1)
+    max_positions: int = option(1024, "Maximum context length in tokens.", at_least=1)
 
 
 @dataclass
@@ -228,7 +230,7 @@ class WarmStartOptimizerConfig(OptimizerConfig):
     """AdamW over the steps of the warm start, before the run begins: with another learning rate it would have begun
     elsewhere."""
 
-    lr: float = option(1e-5, "The learning rate after the warm-up.", above=0, on_resume="refuses")
+    lr: float = option(1e-5, "Peak learning rate, reached after the warm-up.", above=0, on_resume="refuses")
 
 
 @dataclass
@@ -239,15 +241,15 @@ class WarmStartConfig:
     some make one and repair it. A warm start on perfect episodes only would leave reinforcement learning little to
     do."""
 
-    episodes_per_task: int = option(45, "Every task template is demonstrated this many times.", at_least=1)
+    episodes_per_task: int = option(45, "Number of demonstrations per task template.", at_least=1)
     habit_fraction: float = option(
-        0.35, "This fraction of the demonstrations makes a mistake and leaves it at that.", at_least=0, at_most=1
+        0.35, "Fraction of the demonstrations that contain a mistake and do not repair it.", at_least=0, at_most=1
     )
     recovery_fraction: float = option(
-        0.15, "This fraction of the demonstrations makes a mistake and repairs it.", at_least=0, at_most=1
+        0.15, "Fraction of the demonstrations that contain a mistake and repair it.", at_least=0, at_most=1
     )
-    train_steps: int = option(400, "The warm start makes this many train steps.", at_least=1)
-    batch_size: int = option(32, "Every step of the warm start trains on this many demonstrations.", at_least=1)
+    train_steps: int = option(400, "Number of train steps of the warm start.", at_least=1)
+    batch_size: int = option(32, "Batch size of the warm start, in demonstrations.", at_least=1)
     optimizer: WarmStartOptimizerConfig = section(
         WarmStartOptimizerConfig,
         weight_decay=0.01,
@@ -255,10 +257,11 @@ class WarmStartConfig:
         lr_scheduler_type=LRSchedule.cosine,
     )
     shipped: bool = option(
-        True, "The built-in policy that ships with an environment is taken where it was made from the same options."
+        True,
+        "Use the policy that ships with an environment if it was made from the same options, instead of making one.",
     )
     cache_dir: str | None = option(
-        None, "Warm starts are kept in this folder; without one in 'warm_start' below fileroot.", on_resume="free"
+        None, "Folder in which warm starts are cached; defaults to 'warm_start' below fileroot.", on_resume="free"
     )
 
 
@@ -267,28 +270,27 @@ class DatasetConfig:
     """Samples and where they come from."""
 
     train_bs_n_seqs: int = option(
-        16, "A train step takes this many samples: groups of a task, or supervised episodes.", at_least=1
+        16, "Samples per train step: groups of rollouts of a task, or supervised episodes.", at_least=1
     )
     curriculum: str = option(
-        "learnability", "This rule draws the tasks.", choices=("learnability", "priority", "uniform")
+        "learnability", "Curriculum that draws the tasks.", choices=("learnability", "priority", "uniform")
     )
     group_success: str = option(
         "fraction",
-        "To the curriculum, a group counts as the fraction of its rollouts that achieved the task, or as whether any "
-        "did.",
+        "What the curriculum counts as a group's success: the fraction of its rollouts that achieved the task, or "
+        "whether any did.",
         choices=("fraction", "any"),
     )
     untried_share: float = option(
         1.0,
-        "With dataset.curriculum=learnability or uniform no more than this share of a step's tasks is of templates "
-        "that were never tried, once others succeed sometimes; with 1 all of them come first, so a run with fewer "
-        "tasks than templates meets each once.",
+        "Maximum share of a step's tasks that come from templates never tried before, once others succeed "
+        "sometimes (curriculum learnability or uniform). With 1 untried templates always come first.",
         above=0,
         at_most=1,
     )
     priority: dict[str, Any] = option(
         {},
-        "These constants of the priority curriculum differ from its preset (key 'preset': standard or slow).",
+        "Constants of the priority curriculum that override its preset (key 'preset': standard or slow).",
     )
 
     def problems(self, name: str) -> Iterator[str]:
@@ -306,11 +308,11 @@ class MicroBatchConfig:
     The default of max_tokens_per_mb is the smallest that costs no time at a million parameters on one core: 64 rollouts
     of 10,700 tokens train in 1.4 CPU seconds and 0.70 GB, with 4,096 in 1.4 and 0.94, with 16,384 in 1.4 and 1.14."""
 
-    n_mbs: int = option(1, "A batch is split into at least this many micro-batches.", at_least=1)
+    n_mbs: int = option(1, "Minimum number of micro-batches per batch.", at_least=1)
     max_tokens_per_mb: int | None = option(
         2048,
-        "A micro-batch has at most this many positions, padding included and a common prefix once; it should hold the "
-        "longest sequence, and without a number it is 4096.",
+        "Maximum number of token positions per micro-batch, counting padding, and a shared prefix once. It should "
+        "hold the longest sequence; null means 4096.",
         at_least=1,
     )
 
@@ -319,25 +321,28 @@ class MicroBatchConfig:
 class GenConfig:
     """Sampling. Rewards and log-probabilities are those of exactly this distribution."""
 
-    max_new_tokens: int = option(64, "A turn ends after this many tokens.", at_least=1)
-    min_new_tokens: int = option(0, "A turn has at least this many tokens; training needs 0.", at_least=0)
-    temperature: float = option(1.0, "The logits are divided by this before a token is drawn.", above=0)
+    max_new_tokens: int = option(64, "Maximum number of tokens per turn.", at_least=1)
+    min_new_tokens: int = option(0, "Minimum number of tokens per turn; training requires 0.", at_least=0)
+    temperature: float = option(1.0, "Sampling temperature, by which the logits are divided.", above=0)
     top_p: float = option(
-        1.0, "Tokens are drawn from the likeliest with this total probability; training needs 1.", above=0, at_most=1
+        1.0,
+        "Nucleus sampling: draw from the most likely tokens with this total probability; training requires 1.",
+        above=0,
+        at_most=1,
     )
     top_k: int = option(
-        0, "Tokens are drawn from this many of the likeliest, 0 from all; training needs 0.", at_least=0
+        0, "Draw from this many of the most likely tokens, 0 from all; training requires 0.", at_least=0
     )
     stop_ids: list[int] = option(
         [],
-        "These tokens end a turn, too, in place of the end that the chat template writes; by themselves that end, the "
-        "tokenizer's end of a sequence and those of generation_config.json do.",
+        "Additional token ids that end a turn, beside the end of turn of the chat template, the tokenizer's end of "
+        "sequence and those of generation_config.json.",
         at_least=0,
     )
     new_tokens_per_chunk: int | None = option(
         None,
-        "An engine call returns after this many tokens and a longer turn goes on in the next call, so that rollouts "
-        "in lockstep wait for a chunk and not for the longest turn.",
+        "Maximum number of tokens per engine call. A longer turn continues in the next call, so that lockstep "
+        "rollouts wait for a chunk rather than for the longest turn.",
         at_least=1,
         on_resume="free",
     )
@@ -355,33 +360,32 @@ class EngineConfig:
 
     name: str = option(
         "embedded",
-        "This engine generates tokens; unless one is named, vllm those of a pretrained model where this machine shows "
-        "a GPU and has vLLM.",
+        "Engine that generates tokens. By default vllm for a pretrained model on a machine with a GPU and vLLM, "
+        "otherwise embedded.",
         choices=("embedded", "vllm"),
         on_resume="warns",
     )
     vllm_url: str | None = option(
         None,
-        "Tokens come from the vLLM server at this URL; without one every worker that generates starts a server.",
+        "URL of a running vLLM server; without one each generation worker starts its own.",
         on_resume="free",
     )
-    vllm_executable: str = option("vllm", "vLLM is started with this command.", on_resume="free")
+    vllm_executable: str = option("vllm", "Command that starts vLLM.", on_resume="free")
     max_model_len: int | None = option(
         None,
-        "A vLLM server that is started takes sequences of this many tokens; without a number, what an episode may hold "
-        "(rollout.max_total_tokens).",
+        "Maximum sequence length of a started vLLM server; defaults to rollout.max_total_tokens.",
         at_least=1,
         on_resume="free",
     )
     gpu_memory_utilization: float | None = option(
         None,
-        "A vLLM server that is started uses this share of a GPU's memory; without a number, what vLLM uses by itself.",
+        "Fraction of the GPU's memory that a started vLLM server uses; defaults to vLLM's own default.",
         above=0,
         at_most=1,
         on_resume="free",
     )
     tensor_parallel_size: int = option(
-        1, "A vLLM server that is started spreads the model over this many devices.", at_least=1, on_resume="free"
+        1, "Tensor-parallel size of a started vLLM server.", at_least=1, on_resume="free"
     )
     kv_cache_gib: float | None = option(
         None,
@@ -412,36 +416,39 @@ ON_FAILURE = ("minimum_group", "retry", "fail_fast")
 class RolloutConfig:
     """Multi-turn episodes."""
 
-    max_turns: int = option(6, "An episode ends after this many turns of the policy.", at_least=1)
-    max_total_tokens: int = option(1024, "A sequence, prompt included, has at most this many tokens.", at_least=1)
-    min_group_size: int = option(2, "A group with fewer valid rollouts gives no gradient.", at_least=1)
+    max_turns: int = option(6, "Maximum number of turns per episode.", at_least=1)
+    max_total_tokens: int = option(1024, "Maximum number of tokens per sequence, prompt included.", at_least=1)
+    min_group_size: int = option(
+        2,
+        "Minimum number of valid rollouts in a group; a smaller group gives no gradient.",
+        at_least=1,
+    )
     on_failure: str = option(
         "minimum_group",
-        "minimum_group plays a failed rollout again, then leaves it out if rollout.min_group_size others are valid; "
-        "retry wants the whole group; fail_fast ends the run.",
+        "What to do about a failed rollout: minimum_group retries it, then drops it if rollout.min_group_size "
+        "others are valid; retry requires the whole group; fail_fast ends the run.",
         choices=ON_FAILURE,
         on_resume="warns",
     )
     retries: int = option(
         2,
-        "A failed rollout is played again, and a lost session resumed, this many times.",
+        "How often a failed rollout is retried and a lost session resumed.",
         at_least=0,
         on_resume="warns",
     )
     message_timeout_s: float = option(
-        60.0, "A message to the environment is answered within these seconds.", above=0, on_resume="free"
+        60.0, "Timeout in seconds for each message to the environment.", above=0, on_resume="free"
     )
     sessions: int = option(
         0,
-        "At most this many episodes are played at once; 0: as many as the environment allows, and 32 "
-        "where it sets no bound.",
+        "Maximum number of concurrent episodes; 0 means as many as the environment allows, or 32 if it sets no limit.",
         at_least=0,
         on_resume="free",
     )
     agent: str = option(
         "",
-        "This agent plays, as file.py:function or module:function, in asynchronous experiments; empty is the built-in "
-        "agent.",
+        "Agent that plays the episodes of asynchronous experiments, as file.py:function or module:function; empty "
+        "means the built-in agent.",
     )
 
     keep_reasoning: bool = option(
@@ -464,30 +471,27 @@ class AsyncConfig:
 
     enabled: bool = option(
         False,
-        "Rollout workers play while the trainer trains; without it each step waits for the episodes it trains on.",
+        "Let rollout workers play while the trainer trains; otherwise each step waits for its own episodes.",
         idle="no episodes are played for it while it trains",
     )
     max_head_offpolicyness: int = option(
         1,
-        "The oldest token of a sample lies at most this many versions (eta) behind the weights it trains; 0 is "
-        "synchronous batches.",
+        "Maximum staleness (eta): how many weight versions the oldest token of a sample may lag behind the weights "
+        "that train on it. 0 means synchronous batches.",
         at_least=0,
         on_resume="warns",
     )
     max_concurrent_rollouts: int | None = option(
         None,
-        "At most this many samples are in play or on their way to the trainer; without a number, as many as the "
-        "environment's sessions hold and two batches.",
+        "Maximum number of samples in flight; defaults to what the environment's sessions hold plus two batches.",
         on_resume="free",
     )
-    n_rollout_workers: int = option(1, "This many processes play episodes.", at_least=1, on_resume="free")
-    n_generation_workers: int = option(1, "This many processes generate tokens.", at_least=1, on_resume="free")
-    generation_threads: int = option(
-        1, "Every embedded engine computes on this many threads.", at_least=1, on_resume="free"
-    )
+    n_rollout_workers: int = option(1, "Number of rollout worker processes.", at_least=1, on_resume="free")
+    n_generation_workers: int = option(1, "Number of generation worker processes.", at_least=1, on_resume="free")
+    generation_threads: int = option(1, "Number of compute threads per embedded engine.", at_least=1, on_resume="free")
     staleness_policy: str = option(
         "wait",
-        "A step waits for stragglers, or drops samples that are too old.",
+        "Whether a step waits for stragglers or drops samples that are too old.",
         choices=("wait", "drop"),
         on_resume="warns",
     )
