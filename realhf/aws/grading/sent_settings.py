@@ -221,8 +221,8 @@ class MemberTable:
         values = [deed.params.get(member) for member in self.about(deed)]
         named = [identity(service, value) for value in values if isinstance(value, str)]
         made = [name for its, name in deed.made if its == service]
-        declared_ = deed.operation.startswith(_TYPE)
-        if declared_ and any(
+        is_declared = deed.operation.startswith(_TYPE)
+        if is_declared and any(
             value is not None and (value in UNKNOWN or not isinstance(value, str)) for value in values
         ):
             named = []
@@ -230,7 +230,7 @@ class MemberTable:
             theirs = {part for key in deed.born if key[0] == service for part in _pieces(key[2])}
             if not (named and named[-1] in theirs):
                 named = made
-        if not named and declared_:
+        if not named and is_declared:
             named = [f"{_UNNAMED} {deed.operation}"]
         return service, *named
 

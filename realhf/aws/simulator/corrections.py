@@ -193,8 +193,8 @@ def _update_all_of_a_group() -> None:
             return update(request)
         for member in ("AvailabilityZones", "TerminationPolicies"):
             group[member] = autoscaling._parse_member_list(request, member) or group[member]
-        zones = sorted(group["AvailabilityZones"])
-        for place, machine in enumerate(group["Instances"]):  # AWS balances them over the zones anew
+        zones = sorted(autoscaling._parse_member_list(request, "AvailabilityZones"))
+        for place, machine in enumerate(group["Instances"] if zones else ()):  # AWS balances them over the zones anew
             machine["AvailabilityZone"] = zones[place % len(zones)]
         protected = autoscaling._p(request, "NewInstancesProtectedFromScaleIn")
         if protected:
