@@ -88,6 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("seeds", "pool_size"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
+    if options.action == "members" and (options.ids or options.tiers) and options.output is None:
+        parser.error("members of some templates make a part of the table: name a file for it by --output")
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        parser.error(f"--output {options.output}: there is no folder {options.output.parent}")
     own = options.files if options.action == "validate" else []
     try:
         check_notes()
@@ -132,7 +136,11 @@ def _make_members(
         return 130
     finally:
         pool.stop()
-    write_whole(output or TABLE, table_text(table))
+    try:
+        write_whole(output or TABLE, table_text(table))
+    except OSError as error:
+        console.print(f"the table cannot be written: {error}; name another file by --output", highlight=False)
+        return 1
     fates = Counter(
         fate.partition(":")[0] for entry in table["operations"].values() for fate in entry.get("members", {}).values()
     )

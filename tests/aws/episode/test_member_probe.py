@@ -20,6 +20,7 @@ from realhf.aws.episode.member_probe import (
 from realhf.aws.grading.member_notes import has_member, read_notes
 from realhf.aws.grading.sent_settings import KEPT, NOT_KEPT, NOT_PROBED, TABLE, table_text
 from realhf.aws.simulator.slot import Slot
+from realhf.aws.tasks.__main__ import main
 from realhf.aws.tasks.loader import get_template, instantiate
 from tests.aws.validation import play
 
@@ -79,3 +80,20 @@ def test_sites_that_send_more_come_first() -> None:
 def test_what_the_operation_calls_it_names_it() -> None:
     about = about_of("ecs:UpdateService", input_shape("ecs:UpdateService"), {"cluster": "a", "service": "b"})
     assert set(about) == {"cluster", "service"}
+
+
+def test_a_part_of_the_table_does_not_take_the_place_of_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    before = TABLE.read_bytes()
+    for part in (["--ids", "104"], ["--tiers", "warmup"]):
+        with pytest.raises(SystemExit):
+            main(["members", *part])
+        assert "--output" in capsys.readouterr().err
+    assert TABLE.read_bytes() == before
+
+
+def test_a_folder_that_is_not_there_is_named_before_minutes_of_probing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["members", "--output", str(tmp_path / "none" / "table.json")])
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
