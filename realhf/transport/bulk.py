@@ -432,5 +432,6 @@ def _reason(error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return f"refused the certificate of this run, or has another one: {error.reason or error}"
     if isinstance(error, TimeoutError):
-        return f"sent nothing for {STALL_S:g} s, or took no connection within {HANDSHAKE_S:g} s"
+        limits = f"{STALL_S:g} s for the next bytes, {HANDSHAKE_S:g} s for a connection, or less before a deadline"
+        return f"sent nothing in time ({limits})"
     return str(error.strerror or error) or "closed the connection"

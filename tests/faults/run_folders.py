@@ -125,6 +125,7 @@ WRITTEN = {
     "tensorboard": r"tensorboard/events\.out\.tfevents\..+",
     "draft": r"checkpoints/ckpt-\d+\.tmp/.+",
     "record": r"checkpoints\.json",
+    "passport": r"passport\.json",
     "summary": r"summary\.json",
     "report": r"report\.html",
     "policy": r"(best_)?policy/.+|\.policy\.\d+\.(tmp|old)/.+|\.best_policy\.candidate/.+",

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from realhf.base import process_clock
 from realhf.transport import bulk
 from realhf.transport import network as run_keys
 from realhf.transport.bulk import BulkConnection, BulkServer, Outgoing, Piece, fetch_pieces
@@ -26,6 +27,7 @@ HOST = "127.0.0.1"
 FRAME = bytes(range(256)) * 4000
 WHOLE = Piece(0, 0, len(FRAME))
 LIMIT_S = 60.0
+ENDED_IN_TIME = "before the deadline|sent nothing in time"
 
 
 class Owner:
@@ -53,7 +55,7 @@ def owner() -> Iterator[Owner]:
 def got(lane: BulkConnection, number: bytes, piece: Piece = WHOLE, limit_s: float = LIMIT_S) -> bytes:
     """What a lane brings; the lane stays open."""
     into = bytearray(piece.length)
-    lane.fetch(number, piece, memoryview(into), time.monotonic() + limit_s)
+    lane.fetch(number, piece, memoryview(into), process_clock.now() + limit_s)
     return bytes(into)
 
 
@@ -224,7 +226,9 @@ def test_a_truncated_answer_is_a_lost_peer(answer):
 
 def test_a_peer_that_stops_in_the_middle_ends_at_the_deadline():
     started = bulk.ANSWER.pack(bulk.PIECE, 10) + b"half"
-    with answering(started, then_close=False) as port, pytest.raises(FetchTimeout, match="before the deadline"):
+    # On a machine so busy that this process could not run for a second, the socket's limit ends before the deadline,
+    # which leaves such seconds out: the peer counts as lost, and the caller asks again.
+    with answering(started, then_close=False) as port, pytest.raises((FetchTimeout, PeerLost), match=ENDED_IN_TIME):
         got(BulkConnection(RunTls(KEYS), HOST, port), bytes(16), Piece(0, 0, 10), limit_s=2.0)
 
 
