@@ -10,7 +10,7 @@ What goes wrong is generated in ``mutants``, other spellings of a solution in ``
           needs: one
 
 Places and captures are as in a task's solution; ``needs`` is as in ``Play``, "all" unless said. Instead of commands, a
-play may say which texts of the solution it ``change``s."""
+play may say which texts of the solution it ``change``s; ``where`` keeps it to the instances with these parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ASKED: Mapping[Kind, str] = MappingProxyType(
 Needs = Literal["all", "one", "none", "all or skip"]
 
 
-_KEYS = frozenset({"name", "commands", "change", "needs"})
+_KEYS = frozenset({"name", "commands", "change", "needs", "where"})
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,10 @@ def written_plays(task: Task) -> list[Play]:
             needs = entry.get("needs", "all")
             if set(entry) - _KEYS or not ("commands" in entry) ^ ("change" in entry) or needs not in get_args(Needs):
                 raise TaskError(f"plays of task {task.task_id}: malformed {kind} play {entry.get('name')!r}")
+            if not (where := entry.get("where", {})).keys() <= task.params.keys():
+                raise TaskError(f"plays of task {task.task_id}: {entry['name']!r} asks for parameters it has not: {where}")
+            if any(str(task.params[name]) != value for name, value in where.items()):
+                continue
             commands = tuple(fill(list(entry.get("commands") or ()), task.params)) or _changed(task, entry["change"])
             found.append(Play(kind, entry["name"], commands, needs, written=True))
     return found

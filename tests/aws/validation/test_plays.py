@@ -86,6 +86,19 @@ def test_malformed_written_plays_are_named(monkeypatch: pytest.MonkeyPatch) -> N
         plays_of(instantiate(413, 0))
 
 
+def test_a_play_of_some_instances_alone_is_left_out_of_the_others() -> None:
+    engines = {instantiate(122, seed).params["engine"]: instantiate(122, seed) for seed in range(4)}
+    assert set(engines) == {"postgres", "mariadb"}
+    names = {engine: {play.name for play in written.written_plays(task)} for engine, task in engines.items()}
+    assert "a version" in names["postgres"] and "a version" not in names["mariadb"]
+
+
+def test_every_written_play_can_be_written_for_other_instances() -> None:
+    for task_id in written.written_ids():
+        for seed in range(4):
+            written.written_plays(written.instance_to_play(task_id, seed))
+
+
 def test_a_play_is_performed_with_its_captures(slot) -> None:
     task = instantiate(413, 0)
     solution = Play("equivalent", "solution", task.solution)
