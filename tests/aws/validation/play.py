@@ -165,7 +165,7 @@ def written_plays(task: Task) -> list[Play]:
             if set(entry) - _KEYS or not ("commands" in entry) ^ ("change" in entry) or needs not in get_args(Needs):
                 raise TaskError(f"plays of task {task.task_id}: malformed {kind} play {entry.get('name')!r}")
             if not (where := entry.get("where", {})).keys() <= task.params.keys():
-                raise TaskError(f"plays of task {task.task_id}: {entry['name']!r} asks for parameters it has not: {where}")
+                raise TaskError(f"plays of task {task.task_id}: {entry['name']!r} asks for other parameters: {where}")
             if any(str(task.params[name]) != value for name, value in where.items()):
                 continue
             commands = tuple(fill(list(entry.get("commands") or ()), task.params)) or _changed(task, entry["change"])
