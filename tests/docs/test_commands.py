@@ -83,6 +83,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, tiny_policy: Path) -> Pa
         code = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[0]
         # Under a name of its own: other tests of this process load the same algorithm from where it lies.
         (folder / f"{name}.py").write_text(code.replace('"focal_sft"', '"focal_sft_of_the_page"'))
+    [sums] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (folder / "sums.py").write_text(sums)
     (folder / "chats.jsonl").write_text('{"messages": []}\n')
     return folder
 

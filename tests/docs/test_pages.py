@@ -14,6 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from realhf.aws.tasks.loader import load_templates
+from realhf.env.__main__ import main as environment_command
 
 HERE = Path(__file__).resolve()
 REPO = HERE.parents[2]
@@ -357,7 +358,7 @@ QUOTED = (
     ("README.md", r"began at (52\.4) came", "docs/running.md", "All 1,287 episodes"),
     ("README.md", r"came to (86\.0)", "docs/running.md", "after 36 steps of GRPO, seed 1"),
     ("README.md", r"86\.0, (87\.4)", "docs/running.md", "seed 2 (from"),
-    ("README.md", r"87\.4\s+and (84\.1) \(", "docs/running.md", "seed 3 (from"),
+    ("README.md", r"87\.4\s+and (84\.1)\s+\(", "docs/running.md", "seed 3 (from"),
 )
 """A page, what it says (the group, if there is one), the page that has it first, and how the row or paragraph begins
 there, in which every number has to stand."""
@@ -391,22 +392,8 @@ def test_a_quoted_figure_is_that_of_its_source(page: str, quote: str, origin: st
     assert numbers(text) and [number for number in numbers(text) if number not in known] == []
 
 
-def test_the_rows_of_the_readme_are_rows_of_the_page_of_measurements() -> None:
-    """The README shows some of them, shorter."""
-    section = read("README.md").partition("## Measured")[2].partition("\n## ")[0]
-    rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| ")][1:]
-    assert len(rows) >= 6
-    for name, said in rows:
-        start = re.split(r", 64 episodes|:|, simulated", name)[0]
-        if "true latency" in name:
-            start = "the same with the true latency"
-        known = numbers(source(MEASURED, start))
-        assert [number for number in numbers(said) if number not in known] == [], name
-
-
 def test_the_first_screen_of_the_readme_says_what_the_default_job_trains() -> None:
-    """A small transformer that was taught on its own tasks, with the real model beside it and the job's own curve; it
-    used to be told by the tables, which come later."""
+    """A small transformer that was taught on its own tasks, followed by the job's own curve and the real model."""
     screen = " ".join(read("README.md").partition("\n## ")[0].split())
     weights = ROOT / "realhf" / "aws" / "training" / "policy" / "model.safetensors"
     with safe_open(weights, "np") as opened:
@@ -442,28 +429,37 @@ def learned(page: str) -> list[str]:
     return re.findall(r"^\| [123] \| (?:sampled|greedy) \| .*->.*$", read(page), re.MULTILINE)
 
 
-def test_the_learning_table_is_one() -> None:
-    """The README and the page of measurements."""
+def test_the_output_in_the_quickstart_is_of_the_run_in_the_learning_table() -> None:
+    """Success before and after training, sampled, overall and by tier."""
     table = learned(MEASURED)
-    assert len(table) == 6 and learned("README.md") == table
+    assert len(table) == 6
+    lines = re.findall(r"held-out, (?:before|after).*sampled overall.*", read("docs/quickstart.md"))
+    printed = [re.findall(r"([\d.]+)%", line.partition("greedy")[0]) for line in lines]
+    cells = [cell.strip(" |").split(" -> ") for cell in table[0].split(" | ")[2:]]
+    before, after = [list(column) for column in zip(*cells, strict=True)]
+    assert [printed[0], printed[-1]] == [before, after]
 
 
-def test_the_output_in_the_readme_is_of_the_run_in_its_table() -> None:
-    """The same run had other figures on two pages."""
+def test_the_readme_fits_on_one_screen_and_its_environment_passes_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example is written to a file and checked by the command that the page prints under it."""
     text = read("README.md")
-    said = [
-        re.findall(r"([\d.]+)%", line) for line in re.findall(r"held-out, (?:before|after).*sampled overall.*", text)
-    ]
-    first = learned("README.md")[0].split(" | ")[2:]
-    cells = [cell.strip(" |").split(" -> ") for cell in first]
-    assert [said[0], said[-1]] == [[before for before, _ in cells], [after for _, after in cells]]
+    assert len(text.splitlines()) <= 110
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [command] = re.findall(r"^    python -m realhf\.env (check .*?)\s+#", text, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sums.py").write_text(code)
+    assert environment_command(command.split()) == 0, capsys.readouterr().out
 
 
 def test_a_run_that_a_page_names_has_the_figures_of_one_page() -> None:
     """No two pages print what a run of one name has said."""
     named: dict[str, set[str]] = {}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        for name in re.findall(r"^results: runs/\S*?/(\S*\d)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        for name in re.findall(
+            r"^results: runs/\S*?/(\S*\d)(?:-\.\.\.)?$", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             named.setdefault(name, set()).add(page.name)
     assert named and [name for name, pages in named.items() if len(pages) > 1] == []
 

@@ -36,7 +36,7 @@ def test_the_index_for_models_names_every_page_as_markdown() -> None:
     api = build.api_pages()
     text = build.index_for_models(api)
     assert [page for page in named(build.navigation(api)) if f"]({page})" not in text] == []
-    assert text.startswith("# realhf\n\n> Trains language-model agents")
+    assert text.startswith("# realhf\n\n> realhf trains language-model agents")
 
 
 def test_pages_about_interfaces_name_every_public_class_and_function() -> None:
