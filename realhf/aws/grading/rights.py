@@ -237,32 +237,36 @@ def _hanging(
     """Return the policies that hang on a resource, by name; a grant of a key is one, too."""
     if (service, kind) == ("kms", "grants"):
         return {f"kms/grants/{identity}": _key_grant(attributes, renamed)}
+    documents = [*_documents(attributes, "")]
+    if not documents:
+        return {}
     owner = renamed(arn_of(service, identity, attributes))
     return {
         "/".join(filter(None, (service, kind, identity, path))): Policies(read_document(found, renamed), None, owner)
-        for path, found in _documents(attributes, "")
+        for path, found in documents
     }
 
 
 def _documents(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each policy that says for whom it is, with its path."""
+    """Yield each policy that says for whom it is, with its path. Attributes are JSON, so a map is a ``dict``, which is
+    ten times faster to ask for than any Mapping."""
     if isinstance(value, str) and value[:1] == "{" and '"Statement"' in value:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return
-    if isinstance(value, Mapping) and depth <= _DEEPEST:
+    if isinstance(value, dict) and depth <= _DEEPEST:
         statements = value.get("Statement")
         listed = statements if isinstance(statements, list) else [statements]
-        if any(isinstance(one, Mapping) and ("Principal" in one or "NotPrincipal" in one) for one in listed):
+        if any(isinstance(one, dict) and ("Principal" in one or "NotPrincipal" in one) for one in listed):
             yield path, value
             return
         for name, item in value.items():
-            if isinstance(item, Mapping | list | str):
+            if isinstance(item, (dict, list)) or (isinstance(item, str) and item[:1] == "{"):
                 yield from _documents(item, f"{path}/{name}" if path else str(name), depth + 1)
     elif isinstance(value, list) and depth <= _DEEPEST:
         for number, item in enumerate(value):
-            if isinstance(item, Mapping | list):
+            if isinstance(item, (dict, list)):
                 yield from _documents(item, f"{path}/{number}", depth + 1)
 
 
