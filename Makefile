@@ -25,7 +25,7 @@ FIRST ?= 0
 # The tests start hundreds of Python processes; without bytecode each compiles the tree again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check-all run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-tinker test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
+.PHONY: run check-all check-tasks run-tests test-all model train-real train-all-tiers mutation validate-adversarial test-atropos bench-trajectory crash-ledger screenshots red-team install train test test-fast lint help clean-venv test-openenv test-trackers test-trl test-verifiers test-tinker test-vllm test-compile test-architectures test-cluster test-freezes test-gpu test-inspect test-view test-docs
 
 help:
 	@echo "make train    install, then run the main job: GRPO on AWS tasks (SEED=1, ARGS='key=value ...')"
@@ -140,7 +140,7 @@ test-all: install
 
 check-all: install
 	@log=$$(mktemp) || exit 1; trap 'rm -f "$$log"' EXIT; trap 'exit 130' INT TERM; \
-	  { $(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory validate SEEDS=1; } > "$$log" 2>&1; \
+	  { $(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory check-tasks; } > "$$log" 2>&1; \
 	  code=$$?; cat "$$log"; exit $$code
 
 run-tests: install
@@ -148,6 +148,11 @@ run-tests: install
 
 test-fast: install
 	$(BIN)/python -m pytest -q -n $(FAST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not sim"
+
+# A sample, and what changed lately; all tasks when code that judges them changed (tests/aws/validation/task_sample.py).
+check-tasks: install
+	@tasks=$$($(BIN)/python -m tests.aws.validation.task_sample) || exit 1; set -x; \
+	  $(BIN)/python -m realhf.aws.tasks validate --seeds 1 $$tasks
 
 validate: SEEDS = 3
 validate: install

@@ -181,8 +181,9 @@ def test_make_test_fails_with_whatever_fails(folder: Path, broken: str) -> None:
     binaries = folder / ".venv" / "bin"
     binaries.mkdir(parents=True)
     fails = f'case "$0 $*" in *"{broken}"*) exit 1;; esac\n' if broken else ""
+    samples = 'case "$*" in *task_sample) echo --ids 101 102; exit 0;; esac\n'
     for name in ("ruff", "pyright", "python"):
-        (binaries / name).write_text(f'#!/bin/sh\necho "said: {name} $*"\n{fails}')
+        (binaries / name).write_text(f'#!/bin/sh\n{samples}echo "said: {name} $*"\n{fails}')
         (binaries / name).chmod(0o755)
     (folder / ".venv" / ".installed").touch()
     done = subprocess.run(
@@ -203,7 +204,7 @@ def test_make_test_fails_with_whatever_fails(folder: Path, broken: str) -> None:
         "ruff check .",
         "ruff format --check --quiet .",
         "pyright ",
-        "python -m realhf.aws.tasks validate --seeds 1",
+        "python -m realhf.aws.tasks validate --seeds 1 --ids 101 102",
     ]
     assert said == checks[: len(said)] and (len(said) == len(checks) or broken in said[-1])
     assert not list((folder / "path").iterdir()), "its notes are gone"
