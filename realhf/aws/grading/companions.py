@@ -78,7 +78,8 @@ def wirings() -> tuple[Wiring, ...]:
 def companions_of(target: Resources, wanted: Rights, renamed: Callable[[str], str]) -> Companions:
     """Return what may be there beside a target, whose rights are ``wanted``; ``renamed`` is as in ``read_rights``."""
     held = {key: attributes for key, attributes in target.items()}
-    roles, policies = dict[Key, str](), set[str]()
+    roles = dict[Key, str]()
+    policies = set[str]()
     by_arn = {str(one.get("Arn", "")): key for key, one in target.items() if key[:2] == ("iam", "roles")}
     number = 0
     for row in wirings():
@@ -115,7 +116,8 @@ def narrowed_trusts(target: Resources) -> dict[Key, list[dict[str, Any]]]:
             if key[:2] != row.kind or not row.trust:
                 continue
             for words in _pairs(row, key, attributes, target):
-                role, sources = roles.get(words["role"]), _sources(row, words)
+                role = roles.get(words["role"])
+                sources = _sources(row, words)
                 if role and sources and isinstance(target[role].get("AssumeRolePolicyDocument"), Mapping):
                     wires.setdefault(role, []).append((row.principal, sources))
     return {

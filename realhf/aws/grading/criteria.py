@@ -184,7 +184,8 @@ def parse_criteria(data: Mapping[str, Any]) -> Criteria:
     _refuse_unknown(data, _TYPES.keys(), "")
     _check_types(data, _TYPES, "")
     services = frozenset(_service(name) for name in data.get("services", ()))
-    word, contains = data.get("operation", ""), data.get("command_contains", "")
+    word = data.get("operation", "")
+    contains = data.get("command_contains", "")
     operation = word
     if _is_word(word):
         operation, *others = _operations(word, _named_service(contains))

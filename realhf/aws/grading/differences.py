@@ -115,7 +115,8 @@ class Target:
     @property
     def deeds(self) -> list[Deed]:
         """The requests of the set-up and of the solution."""
-        found, before = list(self.setup), self.start
+        found = list(self.setup)
+        before = self.start
         for state, operations, arguments in zip(self.states, self.operations, self.arguments, strict=False):
             found += deeds_between(before, state, zip(operations, arguments, strict=True))
             before = state
@@ -179,10 +180,12 @@ class Goal:
     as good as what the solution leaves."""
 
     def __init__(self, target: Target, freedom: Freedom) -> None:
-        self.target, self.freedom = target, freedom
+        self.target = target
+        self.freedom = freedom
         self.read = _Reading(target, freedom)
         states = [self.read.leaves(state, {}) for state in (target.start, *target.states)]
-        self.first, self.last = states[0], states[-1]
+        self.first = states[0]
+        self.last = states[-1]
         self.passed = set[Leaf]().union(*states)
         """What the solution itself passes through: a trail that is made does not log yet."""
         self.wanted = {("+", leaf) for leaf in self.last - self.first}
@@ -247,11 +250,15 @@ class Comparison:
 
     def judge(self, end: Snapshot, sent: Sequence[Deed] | None = None) -> Verdict:
         """Return the verdict about an account that these requests led to; None: it keeps whatever it was asked."""
-        goal, first, last = self.goal, self.goal.first, self.goal.last
+        goal = self.goal
+        first = self.goal.first
+        last = self.goal.last
         names = _matching(end, goal.target.end, self._renamed)
         names |= {token: f"{OWN}{token}" for token in _identifying([end]) if token not in names}
         now = {goal.meant(leaf) for leaf in goal.read.leaves(end, names)}
-        still, opened, more = list[str](), list[str](), list[str]()
+        still = list[str]()
+        opened = list[str]()
+        more = list[str]()
         if now != last:
             rights = read_rights(
                 end.resources, lambda text: _TOKEN.sub(lambda match: names.get(match[1], match[1]), text)
@@ -264,7 +271,8 @@ class Comparison:
         gone = self._gone(end, names)
         damage = {leaf for leaf in (first & last) - now if leaf[0] not in gone and not self._may_change(leaf[0])}
         openings, disabled, extra, left = self._extras(now, end.said)
-        openings, extra = openings + opened, extra + more
+        openings = openings + opened
+        extra = extra + more
         told = Differences(
             missing=_told([*(f"{sign} {_said(leaf)}" for sign, leaf in goal.wanted - held), *still]),
             damage=_told([*map(_said, damage), *disabled]),
@@ -300,7 +308,8 @@ class Comparison:
     def _gone(self, end: Snapshot, names: Mapping[str, str]) -> set[Key]:
         """Return the resources that set-up and target have, and that are gone or were made anew."""
         there = {_renamed_key(key, names): serial for key, serial in end.serials.items()}
-        made, kept = self.goal.target.start.serials, self.goal.target.end.serials
+        made = self.goal.target.start.serials
+        kept = self.goal.target.end.serials
         return {
             key
             for key, serial in made.items()
@@ -323,7 +332,9 @@ class Comparison:
             for name in (key[2], re.split("[/:]", key[2])[-1]):
                 held.setdefault((key[0], name), set()).add(key[1])
         users = {key[2] for key in known if key[:2] == ("iam", "users")}
-        openings, disabled, extra = [], [], []
+        openings = []
+        disabled = []
+        extra = []
         own: dict[Key, list[Leaf]] = {}
         for leaf in now - goal.last - goal.first:
             if _is_usual(leaf) and ("s3", "buckets", leaf[0][2]) not in made:
@@ -354,7 +365,8 @@ class Comparison:
 
     def _grants(self, now: Set[Leaf]) -> dict[Leaf, str]:
         """Return the policies that the target has not and that may be companions, with whose they are."""
-        allowed, found = self.goal.companions, dict[Leaf, str]()
+        allowed = self.goal.companions
+        found = dict[Leaf, str]()
         for leaf in now - self.goal.last:
             key, path = leaf[:2]
             if path.endswith(_POLICY) and key[0] != "iam":
@@ -374,7 +386,8 @@ class Comparison:
         more = {one.holder for one in beyond.more} | set(beyond.unread)
         less = {one.holder for one in compare_rights(rights, wanted).more}
         places = {(leaf[0], leaf[1]): leaf for leaf in self.goal.last if leaf[1].endswith(_POLICY)}
-        given, added = set[Leaf](), set[Leaf]()
+        given = set[Leaf]()
+        added = set[Leaf]()
         for leaf, holder in grants.items():
             key, path = leaf[:2]
             of_role = key[0] == "iam"
@@ -456,7 +469,8 @@ def _is_part(key: Key, held: Mapping[tuple[str, str], Set[str]]) -> bool:
 
 def _parts(wanted: Set[Wanted], states: Sequence[Set[Leaf]]) -> list[tuple[int, set[Wanted]]]:
     """Return, by the place of the command of the solution that brought them to stay, what is wanted."""
-    parts, left = [], set(wanted)
+    parts = []
+    left = set(wanted)
     for place, before in reversed(list(enumerate(states[:-1]))):
         brought = {(sign, leaf) for sign, leaf in left if (leaf in before) != (sign == "+")}
         left -= brought
@@ -499,11 +513,13 @@ def transferred(target: Target, start: Snapshot) -> Target:
         )
 
     def changed(state: Snapshot) -> Snapshot:
-        now, serials = dict(start.resources), dict(start.serials)
+        now = dict(start.resources)
+        serials = dict(start.serials)
         for key in before.keys() - state.resources.keys():
             now.pop(_renamed_key(key, names), None)
         for key, held in state.resources.items():
-            old, place = before.get(key, {}), _renamed_key(key, names)
+            old = before.get(key, {})
+            place = _renamed_key(key, names)
             if key in before and old == held:
                 continue
             kept = {name: item for name, item in now.get(place, {}).items() if name in held or name not in old}
@@ -512,7 +528,8 @@ def transferred(target: Target, start: Snapshot) -> Target:
             serials.setdefault(place, state.serials.get(key, 0))
         return Snapshot(now, serials)
 
-    states, others = tuple(map(changed, target.states)), tuple(map(changed, target.others))
+    states = tuple(map(changed, target.states))
+    others = tuple(map(changed, target.others))
     return replace(target, start=start, states=states, others=others)
 
 
@@ -692,7 +709,8 @@ def _renamed_key(key: Key, names: Mapping[str, str]) -> Key:
 def _matching(one: Snapshot, other: Snapshot, names: Mapping[str, str]) -> dict[str, str]:
     """Return ``names`` and, for each further drawn name in ``one``, that of the most similar resources of ``other``."""
     found = dict(names)
-    ours, theirs = _by_names(one, found), _by_names(other, {its: its for its in found.values()})
+    ours = _by_names(one, found)
+    theirs = _by_names(other, {its: its for its in found.values()})
     references = (_references(one), _references(other)) if ours and theirs else ({}, {})
     while ours and theirs:
         pairs = _pairs(one, other, ours, theirs, found, references)
@@ -701,7 +719,8 @@ def _matching(one: Snapshot, other: Snapshot, names: Mapping[str, str]) -> dict[
         for _, mine, its in [pair for pair in pairs if pair[0]] or pairs[:1]:
             if not any(a in found for a in mine) and not set(its) & set(found.values()):
                 found.update(zip(mine, its, strict=True))
-        ours, theirs = _by_names(one, found), _by_names(other, {its: its for its in found.values()})
+        ours = _by_names(one, found)
+        theirs = _by_names(other, {its: its for its in found.values()})
     return found
 
 

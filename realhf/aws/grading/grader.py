@@ -123,7 +123,9 @@ class Grader:
         if not criteria.state_checks and not criteria.steps:
             return self._judge_creation() if criteria.resource else self._judge_request(worthy)
         self._credit_steps()
-        n_steps, n_checks, passing = len(criteria.steps), len(criteria.state_checks), self._checks_passing()
+        n_steps = len(criteria.steps)
+        n_checks = len(criteria.state_checks)
+        passing = self._checks_passing()
         reached = services_reached(criteria.services, self._evidence)
         share = len(self._credited) / n_steps if n_steps else 0.0
         if not n_checks:
@@ -223,7 +225,8 @@ class EndStateGrader:
         self.needless_writes = 0
         self.grade = Grade(0.0, False)
         self.lost_ground = False
-        self._goals, self._read = goals, read
+        self._goals = goals
+        self._read = read
         self._sparing = bool(task.possible_drifts)
         self._start: Snapshot | None = None
         self._now: Snapshot | None = None
@@ -310,7 +313,8 @@ class EndStateGrader:
             if any(comparison.goal.asks_nothing for comparison in comparisons):
                 raise TaskError("the account is as its solution leaves it before the first command")
             self._comparisons = comparisons
-        now, targets = self._read(), [goal.target for goal in self._goals()]
+        now = self._read()
+        targets = [goal.target for goal in self._goals()]
         assert self._now is not None
         self._sent += deeds_between(self._now, now, [(deed.operation, deed.params) for deed in self._unread])
         self._unread.clear()

@@ -160,7 +160,8 @@ def names_of(caller: Caller, service: str, kind: str, most: int | None = None) -
     until MAX_PAGES). Raises StateCallError or ConnectionError."""
     _, operation, params, path = next(row for row in LISTINGS[service] if row[0] == kind)
     asked, told = _page_tokens(service, operation)
-    page, names = dict(params), set()
+    page = dict(params)
+    names = set()
     for _ in range(MAX_PAGES):
         answer = caller.call(service, operation, page)
         names |= {plain_name(name) for name in jmespath.search(path, answer) or () if name}

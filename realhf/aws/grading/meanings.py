@@ -60,7 +60,8 @@ def only_describes(key: Key, path: str) -> bool:
     """Return whether what stands at a path of a resource is a text that describes it, or a tag."""
     if holds_tags(key):
         return True
-    kind, steps = f"{key[0]}/{key[1]}", path.split(DOCUMENT)[0].replace("[]", "/").split("/")
+    kind = f"{key[0]}/{key[1]}"
+    steps = path.split(DOCUMENT)[0].replace("[]", "/").split("/")
     return any(len(steps) == len(known) and _leads(known, steps) for known in _paths("descriptions", kind)) or any(
         len(steps) > len(known) and _leads(known, steps) for known in _paths("tags", kind)
     )
@@ -181,7 +182,8 @@ def _without(value: Any, steps: list[str], drops: Drops, holder: Mapping[str, An
         items = value if isinstance(value, list) else [value]
         plain = not any(isinstance(item, Mapping | list) for item in items)
         return None if plain and drops(_text(value), holder or {}) else value
-    step, through_list = steps[0].removesuffix("[]"), steps[0].endswith("[]")
+    step = steps[0].removesuffix("[]")
+    through_list = steps[0].endswith("[]")
     if isinstance(value, Mapping) and step == "*":
         return {name: _without(item, steps[1:], drops, value) for name, item in value.items()}
     if not isinstance(value, Mapping) or step not in value:

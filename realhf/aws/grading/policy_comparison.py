@@ -27,7 +27,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-MOST_CHARACTERS, LONGEST_NAME = 20_480, 2_048
+MOST_CHARACTERS = 20_480
+LONGEST_NAME = 2_048
 """Longest policy and longest ARN, in characters, as AWS limits them."""
 _ANYTHING = ("*",)
 _STATEMENT_KEYS = frozenset(
@@ -265,7 +266,8 @@ def _automaton(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, s
     seen: set[int] = set()
     for state in waiting:  # grows while it is walked, so the shortest name of each kind comes first
         budget.spend(cost + state.bit_count())
-        live, mask = state & ends, 0
+        live = state & ends
+        mask = 0
         while live:
             mask |= owners[live & -live]
             live &= live - 1
@@ -364,10 +366,12 @@ def compare_policies(before: Policies, after: Policies, budget: Budget) -> Compa
     TooManySteps."""
     if before == after:
         return Comparison()
-    same, loses = True, False
+    same = True
+    loses = False
     found: dict[Statement, Gain] = {}
     for kind in _kinds(before, after, budget):
-        old, new = kind.before, kind.after
+        old = kind.before
+        new = kind.after
         if old == new:
             continue
         same = same and all(
@@ -589,17 +593,20 @@ def _follows(atom: Atom, other: Atom) -> bool:
     wider, same, patterns = other
     if key != same or (operator.endswith(_OPTIONAL) and not wider.endswith(_OPTIONAL)):
         return False
-    operator, wider = operator.removesuffix(_OPTIONAL), wider.removesuffix(_OPTIONAL)
+    operator = operator.removesuffix(_OPTIONAL)
+    wider = wider.removesuffix(_OPTIONAL)
     if operator == wider and values == patterns:
         return True
     if operator == wider == "arnlike" and len(values) == len(patterns) == 1 and "?" not in patterns[0]:
-        narrow, wide = values[0].split(":", 5), patterns[0].split(":", 5)
+        narrow = values[0].split(":", 5)
+        wide = patterns[0].split(":", 5)
         return _plain(values + patterns) and len(narrow) == len(wide) and all(map(matches, wide, narrow))
     if operator != "equals" or not _plain(values + patterns):
         return False
     if wider == "stringlike":
         return matches(patterns[0], values[0])
-    name, pattern = values[0].split(":", 5), patterns[0].split(":", 5)
+    name = values[0].split(":", 5)
+    pattern = patterns[0].split(":", 5)
     return wider == "arnlike" and len(name) == len(pattern) and all(map(matches, pattern, name))
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 REWARD_MODES = ("potential", "level")
 PROGRESS_WEIGHT = 0.9
-LEVEL_WEIGHT, LEVEL_RISE = 0.8, 0.1
+LEVEL_WEIGHT = 0.8
+LEVEL_RISE = 0.1
 FAILED_COMMAND_FACTOR = 0.5
 ROLLBACK_PENALTY = 0.1
 RETRY_BONUS = 0.02
@@ -88,7 +89,8 @@ class RewardMeter:
     def __init__(self, mode: str = "potential", *, falls: bool = False) -> None:
         if mode not in REWARD_MODES:
             raise ValueError(f"reward mode is {mode!r}; known: {', '.join(REWARD_MODES)}")
-        self._mode, self._falls = mode, falls
+        self._mode = mode
+        self._falls = falls
         self.progress = 0.0
         self.total = 0.0
 
@@ -105,5 +107,6 @@ class RewardMeter:
             self.total = level(self.progress, rose=rose, **standing)
             return self.total
         value = score(self.progress, **standing)
-        reward, self.total = value - self.total, value
+        reward = value - self.total
+        self.total = value
         return reward

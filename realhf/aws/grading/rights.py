@@ -98,7 +98,8 @@ def compare_rights(before: Rights, after: Rights) -> RightsChange:
         (before.resources, after.resources, False),
     ):
         for holder in sorted(old.keys() | new.keys()):
-            one, other = old.get(holder, Policies()), new.get(holder, Policies())
+            one = old.get(holder, Policies())
+            other = new.get(holder, Policies())
             if one == other:
                 continue
             try:
@@ -125,7 +126,8 @@ def read_rights(resources: Resources, renamed: Callable[[str], str] = str) -> Ri
         elif service != "iam":
             others |= _hanging(service, kind, renamed(identity), attributes, renamed)
     managed = _Managed(iam["policies"], renamed)
-    groups, members = {}, {}
+    groups = {}
+    members = {}
     for name, group in iam["groups"].items():
         inline = iam["group_inline_policies"].get(name, {})
         groups[name] = (*managed.attached(group), *_read_all(inline, renamed))

@@ -31,14 +31,12 @@ from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 TABLE = Path(__file__).with_name("kept_members.json")
 REMAKE = "python -m realhf.aws.tasks members tests/aws/validation/plays/*.yaml"
 """Makes the table anew."""
-KEPT, NOT_KEPT, NAMES, STEERS, DEFAULT, TEXT = (
-    "kept",
-    "not kept",
-    "names the resource",
-    "steers the request only",
-    "default",
-    "text or tag",
-)
+KEPT = "kept"
+NOT_KEPT = "not kept"
+NAMES = "names the resource"
+STEERS = "steers the request only"
+DEFAULT = "default"
+TEXT = "text or tag"
 NOT_PROBED = "not probed"
 """Begins a fate that a reason follows."""
 _COMPARED = (NOT_KEPT, DEFAULT, NOT_PROBED)
@@ -185,7 +183,8 @@ class MemberTable:
         return fate or NOT_PROBED
 
     def _probed(self, operation: str, path: Steps) -> str:
-        found, node = NOT_PROBED, self._fates.get(operation, {})
+        found = NOT_PROBED
+        node = self._fates.get(operation, {})
         for step in path:
             node = (node.get(step) if step else None) or node.get(ANY)  # "" holds the fate of the node itself
             if node is None:

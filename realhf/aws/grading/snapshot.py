@@ -138,7 +138,8 @@ def state_digest(start: Snapshot, now: Snapshot) -> str:
     """Return a digest of what differs between an account and what it was at the start, equal however it came about: a
     list says the same in any order, a resource that was made anew is what it says, and a text that the simulator drew
     is known by the resources that it names."""
-    before, after = start.resources, now.resources
+    before = start.resources
+    after = now.resources
     differing = [key for key in before.keys() | after.keys() if _differ(before.get(key), after.get(key))]
     parts = [(*key, before.get(key), after.get(key)) for key in differing]
     drawn = set(_DRAWN_TEXT.findall(json.dumps(parts, ensure_ascii=False)))
@@ -455,7 +456,8 @@ def _plain_xml(element: ElementTree.Element, depth: int = 0) -> Any:
         return _ALIAS_ARN.sub("alias/", (element.text or "").strip())
     found: dict[str, list[Any]] = {}
     for child in element:
-        name, value = child.tag.rpartition("}")[2], _plain_xml(child, depth + 1)
+        name = child.tag.rpartition("}")[2]
+        value = _plain_xml(child, depth + 1)
         if value or name in STRUCTURES_WITHOUT_MEMBERS:
             found.setdefault(name, []).append(value)
     return found

@@ -40,7 +40,8 @@ _NAMES: Mapping[str, re.Pattern[str]] = {
 }
 """By the service of an ARN, where in its resource the name is; elsewhere it is the last part."""
 _PARTIAL_FUNCTION = re.compile(r"(?:\d{12}:)?(?:function:)?([\w-]+)(?::[\w$-]+)?")
-_OWN_ACCOUNTS, _OWN_REGIONS = frozenset({"", "aws", ACCOUNT_ID}), frozenset({"", REGION})
+_OWN_ACCOUNTS = frozenset({"", "aws", ACCOUNT_ID})
+_OWN_REGIONS = frozenset({"", REGION})
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ def plain_name(text: str) -> str:
     """Return the name in an ARN or URL. Any other text is a name itself."""
     if text.startswith("arn:"):
         parts = text.split(":", 5)
-        service, resource = parts[2] if len(parts) == 6 else "", parts[-1]
+        service = parts[2] if len(parts) == 6 else ""
+        resource = parts[-1]
         if service == "ssm":
             resource = re.sub(r"^parameter/(?=.+/)", "parameter//", resource)
         found = _NAMES[service].match(resource) if service in _NAMES else None

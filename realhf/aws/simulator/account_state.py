@@ -21,7 +21,8 @@ from datetime import datetime
 from functools import lru_cache, wraps
 from typing import Any
 
-DRAWN, END_DRAWN = "\ue000", "\ue001"
+DRAWN = "\ue000"
+END_DRAWN = "\ue001"
 """Marks around a text that the simulator drew."""
 MOST_LEAVES = 200_000
 LONGEST_TEXT = 65_536
@@ -83,7 +84,8 @@ class Draws:
         self._parts.extend(texts)
         self._size += sum(map(len, texts))
         if self._size > _KEPT_DRAWS:  # whoever draws so much names nothing by it
-            self._parts, self._size = [*self._parts[len(self._parts) // 2 :]], self._size // 2
+            self._parts = [*self._parts[len(self._parts) // 2 :]]
+            self._size = self._size // 2
 
     def add_letter(self, letter: str) -> None:
         """Remember one more letter of a text that is drawn letter by letter."""
@@ -98,7 +100,8 @@ class Draws:
             new = "\n".join([*self._parts[bool(self._text) :], self._letters])
             self._undrawn = {end for end in self._undrawn if end not in new} if len(new) < _LONGEST_RUN else set()
             self._text = "\n".join([*self._parts, self._letters])
-            self._parts, self._letters = [self._text], ""
+            self._parts = [self._text]
+            self._letters = ""
             self._known = {piece: True for piece, drawn in self._known.items() if drawn}
 
     def marked(self, text: str) -> str:
@@ -184,7 +187,8 @@ class AccountState:
             for scoped, value in list(held._data.items()) if held._data else ():
                 if module == "elasticache" and str(scoped[-1]).startswith(_OF_AWS):
                     continue
-                region, serial = scoped[1] if len(scoped) == 3 else "", self._deleted[id(held), scoped]
+                region = scoped[1] if len(scoped) == 3 else ""
+                serial = self._deleted[id(held), scoped]
                 record = [module, store, region, teller.key(scoped[-1]), serial, teller.tell(value)]
                 records.append(_ENCODE(record))
         return records

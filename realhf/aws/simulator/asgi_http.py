@@ -192,7 +192,8 @@ class HttpConnection(asyncio.Protocol):
             return
         if len(self._buffer) > head.length:
             raise BadHttp(_PIPELINED)
-        body, self._head = bytes(self._buffer), None
+        body = bytes(self._buffer)
+        self._head = None
         self._buffer.clear()
         self._parsed.add(self._entrance, head, body)
         self._task = self._loop.create_task(self._answer(head, body))
@@ -217,7 +218,8 @@ class HttpConnection(asyncio.Protocol):
         self._parsed.refuse(reason)
         self._buffer.clear()
         self._head = None
-        transport, self._transport = self._transport, None
+        transport = self._transport
+        self._transport = None
         if transport is not None:
             body = reason.encode()
             transport.write(_REASONS[400] + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
@@ -359,7 +361,8 @@ def owner_app(
     switches, all that the account holds."""
 
     async def controlled(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        path, number = scope["path"], scope["query_string"] or b"0"
+        path = scope["path"]
+        number = scope["query_string"] or b"0"
         if path == RESET_PATH:
             await app({**scope, "path": "/_ministack/reset", "query_string": b""}, receive, send)
             switches.restore()

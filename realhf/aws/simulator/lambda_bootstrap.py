@@ -50,7 +50,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
-        body, error = _handle(request), False
+        body = _handle(request)
+        error = False
         text = json.dumps({"body": body, "error": error})
     except BaseException as problem:
         traceback.print_exc()

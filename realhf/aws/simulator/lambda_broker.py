@@ -122,7 +122,8 @@ def _error(kind: str, message: str, log: str) -> dict[str, Any]:
 
 def main() -> None:
     """Run the broker: fork a child per slot that answers invocations until its channel closes."""
-    control, program = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
+    control = socket.socket(fileno=int(sys.argv[1]))
+    program = Path(sys.argv[2])
     command = sandbox_command(program)
 
     def child(request: dict[str, Any], fds: list[int]) -> None:

@@ -211,7 +211,8 @@ class MiniStackProcess:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            taken, self.port = self.port, 0
+            taken = self.port
+            self.port = 0
             self.bind()
             logger.warning("port %d is taken meanwhile; this simulator has port %d from now on", taken, self.port)
 
@@ -226,7 +227,8 @@ class MiniStackProcess:
         channel = self._start_runner()
         if channel is not None:
             fds.append(channel.fileno())
-        before, self._starts = self._folder(), self._starts + 1
+        before = self._folder()
+        self._starts = self._starts + 1
         self._fresh_bytes = 0
         request = {"folder": self._folder(), "before": before}
         try:

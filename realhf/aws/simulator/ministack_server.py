@@ -89,7 +89,8 @@ def repaired(body: bytes) -> bytes:
 
 
 def _pieces(text: str) -> list[_Piece]:
-    pieces, end = [], 0
+    pieces = []
+    end = 0
     for match in _TAG.finditer(text):
         pieces += [_Piece(text[end : match.start()]), _Piece(match[0], match)]
         end = match.end()
@@ -103,7 +104,8 @@ def _unpair(pieces: list[_Piece]) -> None:
     for piece in pieces:
         if piece.tag is None or piece.tag[2] is None or piece.tag[3]:
             continue
-        closing, name = piece.tag[1], piece.tag[2]
+        closing = piece.tag[1]
+        name = piece.tag[2]
         if not closing:
             opened.append((name, piece))
             depth[name] += 1
@@ -182,7 +184,9 @@ _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
 _LOG_BYTES = 4 << 20
 _SHORTEST_DRAW = 6
 _OPEN_FILES = 1024
-_FILES, _FOLDERS, _DEPTH = 64, 64, 10
+_FILES = 64
+_FOLDERS = 64
+_DEPTH = 10
 """What a simulator may write from its start on, in a folder that lies in memory: few services write at all."""
 
 
@@ -275,7 +279,8 @@ def _start_after_fork(thread: threading.Thread) -> None:
 
 
 def _account_state(draws: Draws) -> AccountState:
-    state, responses = AccountState(draws), importlib.import_module("ministack.core.responses")
+    state = AccountState(draws)
+    responses = importlib.import_module("ministack.core.responses")
     state.watch(responses.AccountScopedDict)
     state.watch(responses.AccountRegionScopedDict)
     return state
@@ -366,7 +371,8 @@ async def _serve(
 
     lifespan = loop.create_task(app({"type": "lifespan"}, startup.get, lifespan_send))  # type: ignore[arg-type]
     await started.wait()
-    parsed, switches = ParsedRequests(), ModuleSwitches()
+    parsed = ParsedRequests()
+    switches = ModuleSwitches()
     outer = port_app(for_agents, parsed)
     inner = owner_app(app, seed, switches, parsed, state)
     serve_owner(
@@ -384,8 +390,11 @@ async def _serve(
 
 def main() -> None:
     """Import everything, then fork contained simulators until the owner's end closes."""
-    control, mode, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
-    may_lack, memory_bytes = frozenset(sys.argv[4].split(",")), int(sys.argv[5]) << 20
+    control = socket.socket(fileno=int(sys.argv[1]))
+    mode = sys.argv[2]
+    root = sys.argv[3]
+    may_lack = frozenset(sys.argv[4].split(","))
+    memory_bytes = int(sys.argv[5]) << 20
     guard = ProcessGuard(_LOG_BYTES, _OPEN_FILES, memory_bytes, SIMULATOR_CPU_S, may_lack)
     draws = Draws()
     randomness = SeededRandomness(draws)
@@ -395,7 +404,8 @@ def main() -> None:
     app_module = importlib.import_module("ministack.app")
     gate = LambdaGate()
     gate.install()
-    app, state = _readable_app(app_module.app), _account_state(draws)
+    app = _readable_app(app_module.app)
+    state = _account_state(draws)
     for_agents = SelectorGate(app, selector_table())
     _keep_only_metadata(MINISTACK_SERVICES)
     _know_service_names()
@@ -408,7 +418,9 @@ def main() -> None:
         if PROBE in request:
             run_probe(guard, request[PROBE], fds)
             return
-        listener, log, owner = socket.socket(fileno=fds[0]), fds[1], socket.socket(fileno=fds[2])
+        listener = socket.socket(fileno=fds[0])
+        log = fds[1]
+        owner = socket.socket(fileno=fds[2])
         sandbox.redirect_standard_streams(log)
         os.close(log)
         if len(fds) > 3:
@@ -422,7 +434,8 @@ def main() -> None:
 
         def seed(number: int) -> None:
             """Begin a new world, which may write as much as the one before it."""
-            writes.files, writes.folders = _FILES, _FOLDERS
+            writes.files = _FILES
+            writes.folders = _FOLDERS
             randomness.seed(number)
 
         seed(0)

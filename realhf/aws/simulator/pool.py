@@ -441,7 +441,8 @@ class MiniStackPool:
         self._health.start()  # pyright: ignore[reportOptionalMemberAccess]
 
     def _make_slots(self, root: Path, contained: Containment) -> None:
-        files, simulators = root / "files", root / "simulators"
+        files = root / "files"
+        simulators = root / "simulators"
         for folder in (files, simulators):
             folder.mkdir()
         prefixes: list[list[str]] = [[], []]
@@ -452,7 +453,8 @@ class MiniStackPool:
             ]
         assert self._log is not None
         mode = contained.network_mode
-        environment, may_lack = zygote_environment(simulators), ",".join(sorted(self._may_lack))
+        environment = zygote_environment(simulators)
+        may_lack = ",".join(sorted(self._may_lack))
         parent = ForkServer(
             "realhf.aws.simulator.ministack_server",
             self._log,
@@ -605,7 +607,10 @@ class MiniStackPool:
             self._bench.stop()
         for zygote in self._zygotes:
             zygote.stop()
-        self.slots, self._zygotes, self._health, self._bench = [], [], None, None
+        self.slots = []
+        self._zygotes = []
+        self._health = None
+        self._bench = None
         self._book = LeaseBook(0)
         if self._log is not None:
             self._log.close()

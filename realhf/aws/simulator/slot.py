@@ -292,7 +292,8 @@ class Bench:
     def stop(self) -> None:
         """End the play under way and the slot. Idempotent."""
         with self._lock:
-            thread, self._thread = self._thread, None
+            thread = self._thread
+            self._thread = None
             self._results.clear()
         if thread is not None:
             thread.shutdown(wait=False, cancel_futures=True)

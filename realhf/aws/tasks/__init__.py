@@ -1,1 +1,1 @@
-"""Holds the task templates of the environment, one YAML file per tier, and their loader."""
+"""Task templates of the environment, one YAML file or folder per tier, and their loader."""

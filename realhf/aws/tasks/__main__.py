@@ -1,7 +1,8 @@
-"""``python -m realhf.aws.tasks validate``: play every task against MiniStack and print a table of verdicts.
+"""``python -m realhf.aws.tasks validate``: play every task against MiniStack and print a table of
+build_verdict_table.
 
-``python -m realhf.aws.tasks members tests/aws/validation/plays/*.yaml``: find out which members of requests MiniStack
-keeps, and write the table by which tasks are graded anew.
+``python -m realhf.aws.tasks members tests/aws/validation/plays/*.yaml``: probe which members of
+requests MiniStack keeps, and rewrite the table that grading uses.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ _FILE_COLUMNS = 160
 """Width of the tables where there is no terminal."""
 
 
-def own_templates(files: Sequence[Path], tiers: Sequence[str] | None) -> list[Template]:
-    """Return the templates of files of one's own. Raises TaskError, and for a file that cannot be read OSError."""
+def load_own_templates(files: Sequence[Path], tiers: Sequence[str] | None) -> list[Template]:
+    """Return the templates of a user's files. Raises TaskError, and OSError for an unreadable file."""
     if not tiers or len(tiers) != 1:
         raise TaskError("say of which tier the files are: --tiers beginner")
     return [template for file in files for template in load_file(file, tiers[0])]
 
 
-def choose(ids: Sequence[int] | None, tiers: Sequence[str] | None) -> list[Template]:
-    """Return the templates with these ids, or of these tiers. Raises TaskError."""
+def select_templates(ids: Sequence[int] | None, tiers: Sequence[str] | None) -> list[Template]:
+    """Return the templates with these ids, or of these tiers if no ids are given. Raises TaskError."""
     return [get_template(task_id) for task_id in ids] if ids else load_templates(tiers)
 
 
-def verdicts(templates: Sequence[Template], found: dict[int, list[str]]) -> Table:
-    """Return a table with one row per template."""
+def build_verdict_table(templates: Sequence[Template], problems: dict[int, list[str]]) -> Table:
+    """Return a table with one row per template. ``problems``: messages by task_id, empty for a valid task."""
     table = Table("id", "tier", "split", "task", "commands", "verdict")
     for template in templates:
-        wrong = found[template.task_id]
+        wrong = problems[template.task_id]
         verdict = f"[red]{len(wrong)} wrong, see below" if wrong else "[green]ok"
         head = (str(template.task_id), template.kind, template.split, template.name)
         table.add_row(*head, str(len(template.solution)), verdict)
     return table
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m realhf.aws.tasks",
         description=(__doc__ or "").strip(),
@@ -81,9 +82,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status: 0 when every verdict is good, 1 when one is not, 130 after an
-    interrupt."""
-    parser = _parser()
+    """Run the command line program.
+
+    Returns the exit status: 0 if every verdict is good, 1 if not, 130 after an interrupt.
+    """
+    parser = _build_parser()
     options = parser.parse_args(argv)
     for name in ("seeds", "pool_size"):
         if getattr(options, name) < 1:
@@ -92,10 +95,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("members of some templates make a part of the table: name a file for it by --output")
     if options.output is not None and not options.output.absolute().parent.is_dir():
         parser.error(f"--output {options.output}: there is no folder {options.output.parent}")
-    own = options.files if options.action == "validate" else []
+    own_files = options.files if options.action == "validate" else []
     try:
         check_notes()
-        templates = own_templates(own, options.tiers) if own else choose(options.ids, options.tiers)
+        if own_files:
+            templates = load_own_templates(own_files, options.tiers)
+        else:
+            templates = select_templates(options.ids, options.tiers)
         plays = written_plays(options.files) if options.action == "members" else {}
     except (TaskError, OSError) as error:
         parser.error(str(error))
@@ -104,14 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _make_members(templates, plays, options.pool_size, options.output, console)
     began = time.monotonic()
     try:
-        found = validate(templates, options.seeds, options.pool_size, console)
+        problems = validate(templates, options.seeds, options.pool_size, console)
     except KeyboardInterrupt:
         console.print("interrupted: nothing was judged")
         return 130
-    console.print(verdicts(templates, found))
-    for text in (text for template in templates for text in found[template.task_id]):
+    console.print(build_verdict_table(templates, problems))
+    for text in (text for template in templates for text in problems[template.task_id]):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    bad = sum(bool(wrong) for wrong in found.values())
+    bad = sum(bool(wrong) for wrong in problems.values())
     console.print(f"{len(templates)} tasks, {bad} with problems, {time.monotonic() - began:.0f} s")
     return 1 if bad else 0
 
@@ -123,7 +129,8 @@ def _make_members(
     output: Path | None,
     console: Console,
 ) -> int:
-    """Probe all served writes at what these templates and plays send, and write the table. Returns the exit status."""
+    """Probe every served write operation with the requests of these templates and plays, and write
+    the table. Returns the exit status."""
     began = time.monotonic()
     pool = MiniStackPool(pool_size)
     try:

@@ -1,8 +1,8 @@
-"""Fills in values that only exist at run time: ``${step1:QueueUrl}`` in commands, ``${setup2:Vpc.VpcId}`` anywhere in a
-task.
+"""Run-time captures: ``${step1:QueueUrl}`` in commands, ``${setup2:Vpc.VpcId}`` anywhere in a task.
 
-The text after the colon is a JMESPath expression (a leading ``$.`` is accepted) over the JSON output of that command,
-or the response of that set-up call, counted from 1. Source: docs/reference/environment.md 6.
+The text after the colon is a JMESPath expression (a leading ``$.`` is accepted). It is evaluated on
+the JSON output of that command, or on the response to that set-up request; both count from 1.
+Source: docs/reference/environment.md 6.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ _SETUP = re.compile(r"\$\{setup(\d+):([^}]+)\}")
 
 
 class CaptureError(ValueError):
-    """A capture finds nothing; the text shows it."""
+    """A capture matches nothing; the message contains the capture."""
 
 
 def resolve(command: str, outputs: Sequence[str]) -> str:
-    """Return ``command`` with the captures of the list it belongs to filled from the outputs so far. One that finds
-    nothing (its command failed) stays as it is written: the command then fails as a person's would."""
+    """Return ``command`` with its ``${stepN:...}`` captures filled from the outputs so far.
+
+    ``outputs`` holds the outputs of the earlier commands of the same list. A capture that matches
+    nothing (its command failed) is left as it is, so that the command fails as it would for a
+    person.
+    """
 
     def value(match: re.Match[str]) -> str:
         try:
-            return _text(_find(match, [_parsed(output) for output in outputs]))
+            return _text(_find(match, [_parse_json(output) for output in outputs]))
         except CaptureError:
             return match[0]
 
@@ -37,8 +41,11 @@ def resolve(command: str, outputs: Sequence[str]) -> str:
 
 
 def fill_setup(value: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
-    """Return ``value`` (texts, lists and maps) with every set-up capture filled. A text that is one capture takes the
-    value's type. Raises CaptureError."""
+    """Return ``value`` (texts, lists and mappings) with every ``${setupN:...}`` capture filled.
+
+    A text that consists of one capture becomes the captured value and keeps its type. Raises
+    CaptureError.
+    """
     if isinstance(value, str):
         whole = _SETUP.fullmatch(value)
         if whole:
@@ -52,12 +59,13 @@ def fill_setup(value: Any, answers: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def setup_captures(value: Any) -> set[str]:
-    """Return the set-up captures in ``value``, as they are written."""
+    """Return the texts of all set-up captures in ``value``."""
     return {match[0] for match in _SETUP.finditer(repr(value))}
 
 
 def _find(match: re.Match[str], documents: Sequence[Any]) -> Any:
-    number, path = int(match[1]), match[2].removeprefix("$.")
+    number = int(match[1])
+    path = match[2].removeprefix("$.")
     if not 1 <= number <= len(documents):
         raise CaptureError(f"{match[0]} refers to what has not happened")
     try:
@@ -69,7 +77,7 @@ def _find(match: re.Match[str], documents: Sequence[Any]) -> Any:
     return found
 
 
-def _parsed(output: str) -> Any:
+def _parse_json(output: str) -> Any:
     try:
         return json.loads(output)
     except ValueError:

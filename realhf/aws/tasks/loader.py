@@ -1,12 +1,14 @@
-"""Loads templates from the YAML files beside this module, and draws instances with names from them.
+"""Loader of the task templates in YAML, and the drawing of task instances.
 
-Held-out names are unseen *pairs*: an adjective and a noun that no training name combines, decided by a stable hash of
-the pair. Every word occurs in training names, so a policy must copy, not recall.
+Texts of a template contain ``{parameter}`` placeholders. A parameter is ``words`` (a drawn name) or
+a closed list of values; ``{account}`` is always defined. A value that consists of one placeholder
+keeps the type of the parameter. The seed decides names, values and phrasing.
 
-A template's texts hold ``{parameter}`` places. A parameter is ``words`` (a drawn name) or a closed list of values;
-``{account}`` is always there. A value that is nothing but one place keeps its type. The seed decides name, values and
-phrasing. Held out from training are whole templates (``split: heldout``), names (``instantiate(split="heldout")`` draws
-none that training sees) and one seed in ten. Source: docs/reference/environment.md 6.
+Held out from training are whole templates (``split: heldout``), names
+(``instantiate(split="heldout")`` draws only names that training never draws) and one seed in ten. A
+held-out name is an unseen *pair*: an adjective and a noun that no training name combines, decided
+by a stable hash of the pair. Every single word occurs in training names, so a policy has to copy
+names instead of recalling them. Source: docs/reference/environment.md 6.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import yaml
 from realhf.aws.tasks.task import ACCOUNT_ID, TIERS, Task, TaskError, choose_drifts, repairs
 
 HELDOUT_SHARE = 5
-"""One pair in this many is held out."""
+"""One of this many word pairs is held out."""
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -52,74 +54,88 @@ SUFFIXES = _words(
 
 
 def is_heldout_pair(adjective: str, noun: str) -> bool:
-    """Return whether names with this pair are kept for evaluation."""
+    """Return whether names with this pair of words are reserved for evaluation."""
     return zlib.crc32(f"{adjective} {noun}".encode()) % HELDOUT_SHARE == 0
 
 
 def draw_name(rng: random.Random, split: str) -> str:
-    """Draw a name of the split, ``"train"`` or ``"heldout"``; the suffix is drawn freely in both."""
+    """Draw a name of a split, ``"train"`` or ``"heldout"``. The suffix is independent of the split."""
     wanted = split == "heldout"
     while True:
-        adjective, noun = rng.choice(ADJECTIVES), rng.choice(NOUNS)
+        adjective = rng.choice(ADJECTIVES)
+        noun = rng.choice(NOUNS)
         if is_heldout_pair(adjective, noun) is wanted:
             return f"{adjective}-{noun}-{rng.choice(SUFFIXES)}"
 
 
 def is_name(text: object) -> bool:
-    """Return whether a parameter's value is a drawn name."""
+    """Return whether a parameter value is a drawn name."""
     parts = str(text).split("-")
     return len(parts) == 3 and parts[0] in ADJECTIVES and parts[1] in NOUNS and parts[2] in SUFFIXES
 
 
 SPLITS = ("train", "heldout")
 TEN = (18, 21, 122, 124, 217, 219, 309, 325, 411, 417)
-"""Templates that a run keeps back which trains on all others: two of each tier, held out in ``SPLITS`` as well. Of
-every service in their solutions other templates train another part."""
-ALL_BUT_TEN, THE_TEN = "all_but_ten", "ten"
+"""Ids of templates that a run which trains on all others holds out: two per tier, from both of
+``SPLITS``. For every service in their solutions, other templates train another part of it."""
+ALL_BUT_TEN = "all_but_ten"
+THE_TEN = "ten"
 TEMPLATE_SPLITS = (*SPLITS, ALL_BUT_TEN, THE_TEN)
-"""How templates are split: as the files say (one in five is held out), or into ``TEN`` and all others."""
+"""Template splits: as the files state (one in five is held out), or ``TEN`` and all others."""
 STARTER = "starter"
 """Tag of the templates that the built-in policy can learn."""
 _SEED_SHARE = 10
-"""One seed in this many is held out."""
+"""One of this many seeds is held out."""
 _FOLDERS = {"drift": "expert"}
-"""Files and folders that are not named after their tier."""
+"""Tiers of files and folders that are not named after their tier."""
 _PLACE = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _FILLED = (
     *("setup_commands", "success_criteria", "solution", "any_of", "free", "may_change", "verbatim"),
     *("desired_state_spec", "possible_drifts", "assets", "decoys"),
 )
-"""Keys of a template that its instances have as well."""
+"""Keys of a template that its instances have as well, with their placeholders filled."""
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """Describes a wrong habit: commands that do not solve the task, and those that repair it (none: there is no way
-    back)."""
+    """A wrong habit and the way back."""
 
     commands: tuple[str, ...]
+    """Commands that do not solve the task."""
     recovery: tuple[str, ...]
+    """Commands that repair the damage; empty if there is no way back."""
 
 
 @dataclass(frozen=True)
 class Template:
-    """Describes one task of the YAML files as written there, places unfilled. ``description`` holds its phrasings,
-    ``solution`` of a drift task applies its whole desired state, without a look at what drifted. ``split`` "heldout":
-    never served to training. ``tags``: topics; "starter" marks what the built-in policy learns. ``file``: where it is
-    written."""
+    """One task of the YAML files as written there, with unfilled placeholders.
+
+    Fields that ``Task`` has too are documented there.
+    """
 
     task_id: int
+    """Unique number of the template."""
     name: str
+    """Unique short name."""
     tier: str
+    """One of ``TIERS``."""
     file: str
+    """Path of the YAML file."""
     description: Sequence[str]
+    """Phrasings of the request to the agent; an instance draws one."""
     params: Mapping[str, Any]
+    """Values by parameter: ``words`` (a drawn name) or a list to choose from."""
     solution: Sequence[str]
+    """The canonical commands. Those of a drift task apply its whole desired state, without a look
+    at what has drifted."""
     setup_commands: Sequence[Any] = ()
     success_criteria: Mapping[str, Any] = field(default_factory=dict)
     mistakes: Sequence[Mapping[str, Any]] = ()
+    """Wrong habits: mappings with ``commands`` and optionally ``recovery``."""
     split: str = "train"
+    """"train", or "heldout" for a template that training never sees."""
     tags: Sequence[str] = ()
+    """Topics; "starter" marks templates that the built-in policy learns."""
     desired_state_spec: str = ""
     possible_drifts: Sequence[Any] = ()
     assets: Mapping[str, str] = field(default_factory=dict)
@@ -131,19 +147,22 @@ class Template:
 
     @property
     def kind(self) -> str:
-        """The tier, or "drift"."""
+        """The tier, or "drift" for a drift task."""
         return "drift" if self.possible_drifts else self.tier
 
 
 def load_templates(
     tiers: Iterable[str] | None = None, *, tags: Iterable[str] = (), split: str | None = None
 ) -> list[Template]:
-    """Return the templates ordered by id: of these tiers (None: of all), with any of these tags (none: whatever their
-    tags), of this one of ``TEMPLATE_SPLITS`` (None: all). Raises TaskError for an unknown tier, tag or split."""
+    """Return the matching templates, ordered by id.
+
+    ``tiers``: None for all. ``tags``: templates with any of these, none for all. ``split``: one of
+    ``TEMPLATE_SPLITS``, None for all. Raises TaskError for an unknown tier, tag or split.
+    """
     everything = _all_templates().values()
-    wanted = _known("tier", TIERS if tiers is None else tiers, TIERS)
-    tagged = _known("tag", tags, sorted({tag for template in everything for tag in template.tags}))
-    _known("split", [] if split is None else [split], TEMPLATE_SPLITS)
+    wanted = _check_names("tier", TIERS if tiers is None else tiers, TIERS)
+    tagged = _check_names("tag", tags, sorted({tag for template in everything for tag in template.tags}))
+    _check_names("split", [] if split is None else [split], TEMPLATE_SPLITS)
     return [
         template
         for template in everything
@@ -158,9 +177,12 @@ def _splits_of(template: Template) -> tuple[str, str]:
 
 
 def training_tags(tiers: Sequence[str], tags: Sequence[str] | None, split: str = "train") -> list[str]:
-    """Return the tags to train on in these tiers of a split: those given, or for None STARTER where every tier has such
-    templates and else none, which takes all. Raises TaskError for an unknown name, and when a tier gives no
-    template."""
+    """Return the tags of the templates to train on.
+
+    ``tags`` None selects STARTER if every tier has such templates in this split, else no tags,
+    which means all templates. Raises TaskError for an unknown name, or if a tier has no matching
+    template.
+    """
     if tags is None:
         starters = {template.tier for template in load_templates(tiers, tags=[STARTER], split=split)}
         return [STARTER] if starters >= set(tiers) else []
@@ -170,7 +192,8 @@ def training_tags(tiers: Sequence[str], tags: Sequence[str] | None, split: str =
     return list(tags)
 
 
-def _known(kind: str, names: Iterable[str], known: Iterable[str]) -> set[str]:
+def _check_names(kind: str, names: Iterable[str], known: Iterable[str]) -> set[str]:
+    """Return ``names`` as a set. Raises TaskError for a name that is not in ``known``."""
     unknown = set(names) - set(known)
     if unknown:
         raise TaskError(f"unknown {kind} {sorted(unknown)[0]!r}; known: {', '.join(known)}")
@@ -186,9 +209,11 @@ def get_template(template_id: int) -> Template:
 
 
 class TrainingTasks:
-    """Holds the training templates of these ``tiers`` (None: of all) with any of these ``tags`` (none: whatever their
-    tags), of a ``split`` that trains. Held-out templates are never in it. Raises TaskError for an unknown tier, tag or
-    split."""
+    """The training templates of some tiers, tags and a split, as a source of instances.
+
+    ``tiers``: None for all. ``tags``: templates with any of these, none for all. Held-out templates
+    never belong to it. Raises TaskError for an unknown tier, tag or split.
+    """
 
     def __init__(self, tiers: Iterable[str] | None = None, tags: Iterable[str] = (), split: str = "train") -> None:
         templates = load_templates(tiers, tags=tags, split=split)
@@ -196,26 +221,31 @@ class TrainingTasks:
         self.groups: Sequence[str] = TIERS
 
     def instantiate(self, template_id: int, seed: int) -> Task:
-        """Return the instance that ``seed`` draws among the names that training may see."""
+        """Return the instance of a template for ``seed``, with names from the training split."""
         return instantiate(template_id, seed)
 
 
 def is_heldout_seed(template_id: int, seed: int) -> bool:
-    """Return whether training never plays this instance of a template."""
+    """Return whether training never plays the instance of this template and seed."""
     return zlib.crc32(f"{template_id}:{seed}".encode()) % _SEED_SHARE == _SEED_SHARE - 1
 
 
 @cache
 def phrasings() -> Mapping[int, Sequence[str]]:
-    """Return further phrasings of templates, by id, which only training and demonstrations may have."""
+    """Return additional phrasings by template id. Only training and demonstrations may use them."""
     text = resources.files("realhf.aws.tasks").joinpath("phrasings.yaml").read_text(encoding="utf-8")
     return yaml.load(text, Loader=yaml.CSafeLoader)
 
 
 def instantiate(template_id: int, seed: int, split: str = "train", *, rephrased: bool = False) -> Task:
-    """Return the instance of a template that ``seed`` draws in ``split``; the same arguments give the same task. In
-    training a held-out seed stands for the next one that is not (``Task.seed``). ``rephrased``: its description is
-    drawn from ``phrasings`` as well, in training alone; all else is the same."""
+    """Return the instance of a template for ``seed`` in ``split``; equal arguments give equal
+    tasks.
+
+    In the split "train", a held-out seed is replaced by the next one that is not held out
+    (``Task.seed`` keeps the replacement). ``rephrased``: in the split "train", the description may
+    also be one of ``phrasings``; everything else stays the same. Raises TaskError for an unknown id
+    or split.
+    """
     if split not in SPLITS:
         raise TaskError(f"split is {split!r}; known: {', '.join(SPLITS)}")
     template = get_template(template_id)
@@ -226,41 +256,49 @@ def instantiate(template_id: int, seed: int, split: str = "train", *, rephrased:
         key: draw_name(rng, split) if kind == "words" else rng.choice(kind) for key, kind in template.params.items()
     }
     filled = {key: fill(getattr(template, key), params) for key in _FILLED}
-    further = phrasings().get(template_id, ()) if rephrased and split == "train" else ()
-    worded = [*template.description, *further]
+    additional = phrasings().get(template_id, ()) if rephrased and split == "train" else ()
+    descriptions = [*template.description, *additional]
     task = Task.from_json(
         filled
         | {"task_id": template_id, "template": template.name, "difficulty": template.tier, "seed": seed}
-        | {"description": fill(rng.choice(worded), params), "params": params}
+        | {"description": fill(rng.choice(descriptions), params), "params": params}
     )
-    drawn = repairs(choose_drifts(task.possible_drifts, seed))
-    return replace(task, solution=tuple(drawn)) if drawn else task
+    solution = repairs(choose_drifts(task.possible_drifts, seed))
+    return replace(task, solution=tuple(solution)) if solution else task
 
 
 def with_drifts(task: Task, places: Iterable[int]) -> Task:
-    """Return the task with the solution for the drifts at these places of ``possible_drifts``, whatever its seed
-    draws."""
-    found = repairs([task.possible_drifts[place] for place in places])
-    return replace(task, solution=tuple(found)) if found else task
+    """Return the task with the solution for the given drifts instead of the ones that its seed
+    draws.
+
+    ``places`` are indices into ``possible_drifts``.
+    """
+    solution = repairs([task.possible_drifts[place] for place in places])
+    return replace(task, solution=tuple(solution)) if solution else task
 
 
 def whole_state(task: Task) -> list[str]:
-    """Return the commands that apply the whole desired state of a drift task; for other tasks the solution."""
+    """Return the commands that apply the whole desired state of a drift task; for other tasks the
+    solution."""
     return fill(get_template(task.task_id).solution, task.params)
 
 
 def mistakes(task: Task) -> list[Mistake]:
-    """Return the wrong habits written for this task; the default way back is the canonical solution."""
-    found = []
+    """Return the wrong habits of this task. Without a recovery of its own, a mistake is repaired by
+    the canonical solution."""
+    habits = []
     for entry in get_template(task.task_id).mistakes:
         recovery = fill(entry["recovery"], task.params) if "recovery" in entry else task.solution
-        found.append(Mistake(tuple(fill(entry["commands"], task.params)), tuple(recovery)))
-    return found
+        habits.append(Mistake(tuple(fill(entry["commands"], task.params)), tuple(recovery)))
+    return habits
 
 
 def fill(value: Any, params: Mapping[str, Any]) -> Any:
-    """Return ``value`` with the places of all its strings filled; a string that is one place takes the value's type.
-    Braces around anything that is not a parameter stay as they are."""
+    """Return ``value`` with the placeholders in all of its strings filled.
+
+    A string that consists of one placeholder becomes the parameter's value and keeps its type.
+    Braces around anything that is not a parameter stay.
+    """
     if isinstance(value, str):
         if "{" not in value:
             return value
@@ -282,23 +320,26 @@ def _lookup(match: re.Match[str], params: Mapping[str, Any]) -> Any:
 @cache
 def _all_templates() -> dict[int, Template]:
     templates: dict[int, Template] = {}
-    for tier, file in _files():
-        _add(templates, tier, file)
+    for tier, file in _iterate_files():
+        _add_templates(templates, tier, file)
     return dict(sorted(templates.items()))
 
 
 def load_file(path: Path, tier: str) -> list[Template]:
-    """Return the templates of a file of one's own, of this tier; from then on they are among the others. Raises
-    TaskError for a file that is none, or a number that is taken, OSError for one that cannot be read."""
-    (tier,) = _known("tier", [tier], TIERS)
+    """Load and return the templates of a user's file; ``load_templates`` returns them from then on.
+
+    Raises TaskError for an invalid file or a task_id that is taken, OSError for an unreadable file.
+    """
+    (tier,) = _check_names("tier", [tier], TIERS)
     try:
-        return _add(_all_templates(), tier, path)
+        return _add_templates(_all_templates(), tier, path)
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise TaskError(f"{path}: {type(error).__name__}: {error}") from None
 
 
-def _add(templates: dict[int, Template], tier: str, file: Traversable) -> list[Template]:
-    found = []
+def _add_templates(templates: dict[int, Template], tier: str, file: Traversable) -> list[Template]:
+    """Add the templates of a file to ``templates`` and return them. Raises TaskError."""
+    added = []
     for entry in yaml.load(file.read_text(), Loader=yaml.CSafeLoader):
         try:
             template = Template(tier=tier, file=str(file), **entry)
@@ -307,12 +348,12 @@ def _add(templates: dict[int, Template], tier: str, file: Traversable) -> list[T
         if template.task_id in templates:
             raise TaskError(f"{file}: task_id {template.task_id} is taken")
         templates[template.task_id] = template
-        found.append(template)
-    return found
+        added.append(template)
+    return added
 
 
-def _files() -> Iterator[tuple[str, Traversable]]:
-    """Yield (tier, YAML file) of ``<tier>.yaml`` and ``<tier>/*.yaml`` beside this module."""
+def _iterate_files() -> Iterator[tuple[str, Traversable]]:
+    """Yield (tier, YAML file) for ``<tier>.yaml`` and ``<tier>/*.yaml`` next to this module."""
     for entry in sorted(resources.files("realhf.aws.tasks").iterdir(), key=lambda entry: entry.name):
         name = entry.name.removesuffix(".yaml")
         tier = _FOLDERS.get(name, name)
@@ -322,8 +363,11 @@ def _files() -> Iterator[tuple[str, Traversable]]:
 
 
 def line_of(template: Template, key: str, place: int | None = None) -> int:
-    """Return the line, from 1, of the template's file where a key of it stands, or the element at a place of its list;
-    that of the template where it has no such key."""
+    """Return the line number (from 1) of a key in the template's file.
+
+    ``place`` selects an element of the key's list. Without such a key, it is the line of the
+    template.
+    """
     entry = _nodes(template.file)[template.task_id]
     for name, value in entry.value:
         if name.value == key:
@@ -334,6 +378,6 @@ def line_of(template: Template, key: str, place: int | None = None) -> int:
 
 @cache
 def _nodes(file: str) -> dict[int, yaml.MappingNode]:
-    """Return the entries of a file as YAML has them, with their lines, by task_id."""
+    """Return the YAML nodes of the entries of a file, which know their lines, by task_id."""
     root = yaml.compose(Path(file).read_text(), Loader=yaml.CSafeLoader)
     return {int(next(v.value for k, v in entry.value if k.value == "task_id")): entry for entry in root.value}

@@ -1,7 +1,8 @@
-"""Describes a task instance: what the agent is asked, how its world is set up, and what counts as success.
+"""Task instances: the request to the agent, the set-up of its account, and the success criteria.
 
-The wire form (``to_json``) uses the field names of docs/reference/environment.md 6; unknown keys are ignored and
-missing optional ones tolerated, so that full task objects of other clients parse.
+``to_json`` writes the wire form, with the field names of docs/reference/environment.md 6.
+``from_json`` ignores unknown keys and accepts missing optional ones, so that complete task objects
+of other clients parse.
 """
 
 from __future__ import annotations
@@ -17,34 +18,46 @@ import msgspec
 
 TIERS = ("warmup", "beginner", "intermediate", "advanced", "expert")
 ACCOUNT_ID = "000000000000"
-"""The account of every simulator slot; ARNs in task texts are written with it."""
+"""The account id of every simulator slot. ARNs in task texts contain it."""
 MAX_SETUP_COMMANDS = 40
 MAX_COMMAND_CHARS = 65536
-"""Longest set-up command, in characters as text or as parameters in JSON."""
+"""Longest set-up command, in characters of its text or of its parameters."""
 MAX_CRITERIA_CHARS = 65536
+"""Longest ``success_criteria``, in characters of its Python representation."""
 MAX_ASSETS = 16
 MAX_ASSET_CHARS = 65536
-FEWEST_DRIFTS, MOST_DRIFTS = 2, 3
+FEWEST_DRIFTS = 2
+MOST_DRIFTS = 3
+"""Bounds of the number of drifts that a reset draws."""
 T = TypeVar("T")
 
 
 class TaskError(ValueError):
-    """A task object or template cannot be used; the text names the field."""
+    """A task object or template is invalid; the message names the field."""
 
 
 @dataclass(frozen=True)
 class SetupCommand:
-    """Describes one request of the environment's own that makes, disturbs or clutters the world: ``operation`` of
-    ``service`` with ``params`` as botocore takes them, or ``command``, a line as an agent would write it. With
-    ``ignore_failure`` the world counts as built even if it fails. ``repair``: the commands that undo a drift."""
+    """One request of the environment itself, which builds, disturbs or clutters the account.
+
+    It is given either as ``service``, ``operation`` and ``params`` or as ``command``. Raises
+    TaskError if neither is complete or one is too long.
+    """
 
     service: str = ""
+    """Service of an API request (botocore's name), e.g. "s3"."""
     operation: str = ""
+    """Operation of an API request, e.g. "CreateBucket"."""
     params: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of an API request, as botocore takes them."""
     command: str = ""
+    """A command line, as an agent would write it; used instead of an API request."""
     description: str = ""
+    """Free text for readers of the task."""
     ignore_failure: bool = False
+    """Whether the set-up continues if this command fails."""
     repair: tuple[str, ...] = ()
+    """The commands that undo a drift."""
 
     def __post_init__(self) -> None:
         if not self.command and not (self.service and self.operation):
@@ -56,14 +69,15 @@ class SetupCommand:
         return self.command or f"{self.service}:{self.operation}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the command as ``Task.from_json`` reads it; what is not set is left out."""
+        """Return the command in the form that ``Task.from_json`` reads, without fields that are not
+        set."""
         request = {"service": self.service, "operation": self.operation, "params": dict(self.params)}
-        found: dict[str, Any] = {"command": self.command} if self.command else request
+        data: dict[str, Any] = {"command": self.command} if self.command else request
         if self.description:
-            found["description"] = self.description
+            data["description"] = self.description
         if self.repair:
-            found["repair"] = list(self.repair)
-        return found | ({"ignore_failure": True} if self.ignore_failure else {})
+            data["repair"] = list(self.repair)
+        return data | ({"ignore_failure": True} if self.ignore_failure else {})
 
 
 Commands = Annotated[tuple[SetupCommand, ...], msgspec.Meta(max_length=MAX_SETUP_COMMANDS)]
@@ -71,41 +85,54 @@ Commands = Annotated[tuple[SetupCommand, ...], msgspec.Meta(max_length=MAX_SETUP
 
 @dataclass(frozen=True)
 class Task:
-    """Describes one instance; its fields are the schema of what is sent.
+    """One instance of a task; its fields are the schema of the wire form.
 
-    ``task_id`` is the template's number, ``template`` its name, ``seed`` what drew its names; ``success`` holds the
-    criteria as plain data (see ``criteria.parse_criteria``), and is empty where the account has to be as the solution
-    leaves it; ``solution`` the canonical commands (of a drift task: those that repair what its seed draws), ``any_of``
-    solutions that lead to states that are as good, ``free`` fields of the agent's choice ("service/kind: path"),
-    ``may_change`` globs of service/kind/identity of what the set-up made and the agent may touch, ``verbatim`` kinds
-    ("service/kind") whose policies count word for word, ``possible_drifts`` the disturbances of which a reset draws
-    some, ``decoys`` resources that are only in the way, ``assets`` the files of the session's folder. Only ``task_id``,
-    ``tier``, ``description`` and ``desired_state_spec`` may ever be shown to an agent.
-
-    Texts may hold ``${setup1:path}``: filled from the answers to the set-up's calls (see ``captures``).
+    Only ``task_id``, ``tier``, ``description`` and ``desired_state_spec`` may ever be shown to an
+    agent. Texts may contain ``${setup1:path}`` captures, which are filled from the answers to the
+    set-up requests (see ``captures``).
     """
 
     task_id: Annotated[int, msgspec.Meta(ge=0)]
+    """Number of the template."""
     template: str
+    """Name of the template."""
     tier: str
+    """One of ``TIERS``; ``difficulty`` on the wire."""
     seed: int
+    """Seed that drew the names, the values and the phrasing."""
     description: str
+    """The request to the agent, in words."""
     setup: Commands
+    """Requests that build the account; ``setup_commands`` on the wire."""
     success: Mapping[str, Any]
+    """Success criteria as plain data (see ``criteria.parse_criteria``), ``success_criteria`` on the
+    wire. Empty if the task is graded by comparing the account with the result of ``solution``."""
     solution: tuple[str, ...] = ()
+    """The canonical commands. For a drift task: the commands that repair the drifts of this seed."""
     any_of: tuple[tuple[str, ...], ...] = ()
+    """Alternative solutions whose end states are equally good."""
     free: tuple[str, ...] = ()
+    """Fields whose values the agent may choose: "service/kind: path = value | value"."""
     may_change: tuple[str, ...] = ()
+    """Globs of service/kind/identity of set-up resources that the agent may change."""
     verbatim: tuple[str, ...] = ()
+    """Kinds ("service/kind") whose policies are compared word for word instead of by meaning."""
     params: Mapping[str, Any] = field(default_factory=dict)
+    """Drawn names and values, by parameter of the template."""
     desired_state_spec: str = ""
+    """Text of the desired state of a drift task."""
     possible_drifts: Commands = ()
+    """Disturbances from which a reset draws some."""
     decoys: Commands = ()
+    """Requests that create resources unrelated to the task."""
     assets: Annotated[Mapping[str, Any], msgspec.Meta(max_length=MAX_ASSETS)] = field(default_factory=dict)
+    """Texts of the files in the session's folder, by name."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the task as JSON-able data, the ``task`` of a wire reset. Optional fields appear where they are
-        set."""
+        """Return the task as JSON-compatible data, the ``task`` of a reset on the wire.
+
+        Optional fields appear only if they are set.
+        """
         optional = {
             "desired_state_spec": self.desired_state_spec,
             "possible_drifts": [command.to_json() for command in self.possible_drifts],
@@ -130,7 +157,7 @@ class Task:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | str) -> Task:
-        """Parse the task in a map or its JSON text. Raises TaskError naming the field that is wrong."""
+        """Parse a task from a mapping or from JSON text. Raises TaskError naming the invalid field."""
         try:
             data = json.loads(data) if isinstance(data, str) else data
         except ValueError as error:
@@ -144,11 +171,11 @@ class Task:
             if value is not None and name not in _WIRE_NAMES.values()
         }
         for name in ("setup", "possible_drifts", "decoys"):
-            given[name] = _commands(given.get(name) or [])
+            given[name] = _normalize_commands(given.get(name) or [])
         try:
             task = msgspec.convert(given, cls)
         except ValueError as error:
-            raise TaskError(f"task: {_NAMED.sub(_in_wire_names, str(error))}") from None
+            raise TaskError(f"task: {_NAMED.sub(_replace_by_wire_name, str(error))}") from None
         task._check()
         return task
 
@@ -165,15 +192,18 @@ class Task:
 
 
 _WIRE_NAMES: Mapping[str, str] = {"difficulty": "tier", "setup_commands": "setup", "success_criteria": "success"}
+"""Fields of ``Task`` by their names on the wire, where these differ."""
 _NAMED = re.compile(r"(?<=`)(\$\.)?(tier|setup|success)\b")
+"""A field name in an error message of msgspec, which is replaced by its name on the wire."""
 
 
-def _in_wire_names(match: re.Match[str]) -> str:
+def _replace_by_wire_name(match: re.Match[str]) -> str:
     return (match[1] or "") + next(wire for wire, name in _WIRE_NAMES.items() if name == match[2])
 
 
-def _commands(commands: Any) -> Any:
-    """Return a list of commands with the lines among them as objects, and without what is null."""
+def _normalize_commands(commands: Any) -> Any:
+    """Return a list of set-up commands in object form: a text becomes ``command``, null values are
+    dropped. Anything else is returned unchanged, for the validation to refuse."""
     if not isinstance(commands, list):
         return commands
     objects = ({"command": one} if isinstance(one, str) else one for one in commands)
@@ -184,12 +214,13 @@ def _commands(commands: Any) -> Any:
 
 
 def choose_drifts(possible: Sequence[T], seed: int) -> list[T]:
-    """Choose two or three of them (fewer where there are not so many), in their order, decided by ``seed``."""
+    """Choose two or three of the possible drifts, by ``seed``; all if there are fewer. Keeps their
+    order."""
     rng = random.Random(f"drift:{seed}")
     count = min(rng.randint(FEWEST_DRIFTS, MOST_DRIFTS), len(possible))
     return [possible[i] for i in sorted(rng.sample(range(len(possible)), count))]
 
 
 def repairs(drifts: Iterable[SetupCommand]) -> list[str]:
-    """Return the commands that undo these drifts, in their order."""
+    """Return the commands that undo these drifts, in the order of the drifts."""
     return [command for drift in drifts for command in drift.repair]

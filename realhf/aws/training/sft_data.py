@@ -1,12 +1,13 @@
-"""Writes demonstrations: real episodes of scripted agents, as JSONL.
+"""Generate demonstrations: episodes of scripted agents, played in real environments and written as
+JSONL.
 
-``scripts`` writes what is played: solutions, and mistakes of several kinds.
+``scripts`` writes what the agents play: solutions, and several kinds of mistakes.
 
     python -m realhf.aws.training.sft_data --out episodes.jsonl --episodes-per-task 20
     python -m realhf.aws.training.sft_data --out mixed.jsonl --mix recovery=0.3 habit=0.2 --tags starter
 
-Every observation is what the simulator and the CLI really answered. Rows are split by template: ``--split heldout``
-writes those of templates that training never sees.
+Every observation is the actual answer of the simulator and the CLI. Rows are split by template:
+``--split heldout`` writes episodes of templates that training never sees.
 """
 
 from __future__ import annotations
@@ -39,72 +40,95 @@ from realhf.rollout.episode import EpisodeRequest, Witness, play_episode
 from realhf.rollout.player import NO_TOKENS, Player
 
 
-class Reciting:
-    """Is a ``Speaker`` without tokens, of ``script`` in the episode that ``seen`` witnesses."""
+class ScriptSpeaker:
+    """A ``Speaker`` that sends the lines of a script instead of sampling from a model.
+
+    ``recorder`` holds the episode so far; it supplies the outputs that later lines refer to.
+    """
 
     tokens = None
     cut = False
 
-    def __init__(self, script: Script, seen: Witness) -> None:
-        self._lines, self._seen = script.lines, seen
+    def __init__(self, script: Script, recorder: Witness) -> None:
+        self._lines = script.lines
+        self._recorder = recorder
         self._outputs: list[str] = []
-        self._said: list[dict[str, Any]] = []
+        """Outputs of the commands of the current command list, for ``${step1:...}`` captures."""
+        self._sent: list[dict[str, Any]] = []
+        """The assistant messages sent so far."""
 
     def open(self, opening: Opening) -> None:
-        """See ``Speaker``."""
+        """Do nothing: a script does not depend on the opening."""
 
     async def speak(self) -> AssistantMessage:
-        """See ``Speaker``: the next command, its captures filled."""
-        line = self._lines[len(self._said)]
+        """Return the next command of the script, with its captures filled in."""
+        line = self._lines[len(self._sent)]
         if line.number == 1:
             self._outputs = []
-        answers = self._seen.opening.info["setup_answers"]
+        answers = self._recorder.opening.info["setup_answers"]
         command = resolve(fill_setup(line.command, answers), self._outputs)
-        self._said.append({"role": "assistant", "content": command} | ({} if line.learned else {"train": False}))
+        self._sent.append({"role": "assistant", "content": command} | ({} if line.learned else {"train": False}))
         return AssistantMessage(command, text=command)
 
     def hear(self, messages: Sequence[ChatMessage]) -> bool:
-        """See ``Speaker``: keep what the command printed, for the captures of later lines of its list."""
-        if self._lines[len(self._said) - 1].number:
-            self._outputs.append(self._seen.turns[-1].info["observation"]["command_output"])
+        """Store the output of the command for the captures of later lines; always return True
+        (continue)."""
+        if self._lines[len(self._sent) - 1].number:
+            self._outputs.append(self._recorder.turns[-1].info["observation"]["command_output"])
         return True
 
     def messages(self) -> list[dict[str, Any]]:
-        """Return the conversation. Roles: ``user`` the description, ``assistant`` a command (``"train": false`` where
-        it is context, not to be imitated), ``user`` what a policy reads of the answer; the messages of the user carry
-        the whole observation too."""
-        found = _with_observation(self._seen.opening)
-        for said, turn in zip(self._said, self._seen.turns, strict=True):
-            found += [said, *_with_observation(turn)]
-        return found
+        """Return the conversation as chat messages.
+
+        The first message (role ``user``) is the task description. Each following pair is an
+        ``assistant`` message with a command (``"train": false`` marks context that must not be
+        imitated) and a ``user`` message with the answer as a policy reads it. User messages also
+        carry the whole observation.
+        """
+        messages = _build_user_messages(self._recorder.opening)
+        for sent, turn in zip(self._sent, self._recorder.turns, strict=True):
+            messages += [sent, *_build_user_messages(turn)]
+        return messages
 
 
-def _with_observation(heard: Opening | Turn) -> list[dict[str, Any]]:
-    """Leaves out the random id of the episode: the file depends on the seed alone."""
-    lasting = {key: value for key, value in heard.info["observation"].items() if key != "episode_id"}
-    return [{**message, "observation": lasting} for message in heard.messages]
+def _build_user_messages(reply: Opening | Turn) -> list[dict[str, Any]]:
+    """Return the messages of a reply, each with the observation.
+
+    The random episode id is left out, so that the file depends on the seed alone.
+    """
+    observation = {key: value for key, value in reply.info["observation"].items() if key != "episode_id"}
+    return [{**message, "observation": observation} for message in reply.messages]
 
 
 _RETRIES = 1
-"""How often an episode is resumed or played again when its simulator is lost."""
+"""Attempts after the first one to resume or replay an episode whose simulator was lost."""
 
 
 class ScriptAgent:
-    """Plays scripts and keeps their rows: task_id, template, tier, seed, kind, messages (``Reciting.messages``),
-    achieved and reward. See ``EpisodeAgent``; ``on_row`` is called after each."""
+    """An ``EpisodeAgent`` that plays scripts and collects one row per episode.
+
+    A row has the keys task_id, template, tier, seed, kind, messages (``ScriptSpeaker.messages``),
+    achieved and reward. ``on_row`` is called after each new row.
+    """
 
     def __init__(self, scripts: Sequence[Script], on_row: Callable[[], None]) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
-        self._scripts, self._on_row = scripts, on_row
+        self._scripts = scripts
+        self._on_row = on_row
         self._failures: Counter[int] = Counter()
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """See ``EpisodeAgent``. Raises RuntimeError when an episode failed and is not played again, or when one of a
-        kind that must succeed did not: either ends all others, since the rows would not be complete."""
-        script, seen = self._scripts[wanted.index], Witness(env)
+        """Play one script and store its row.
+
+        Raises RuntimeError if an episode failed and is not retried, or if its outcome contradicts
+        its kind (a ``habit`` must fail, all others must succeed). The error ends the whole run,
+        because the rows would be incomplete.
+        """
+        script = self._scripts[wanted.index]
         task = script.task
-        speaker = Reciting(script, seen)
-        outcome = await play_episode(seen, wanted, speaker, len(script.lines))
+        recorder = Witness(env)
+        speaker = ScriptSpeaker(script, recorder)
+        outcome = await play_episode(recorder, wanted, speaker, len(script.lines))
         if outcome.valid:
             if outcome.achieved is (script.kind == HABIT):
                 raise RuntimeError(f"{script.kind} episode of {task.template} (seed {task.seed}) is mislabelled")
@@ -129,9 +153,13 @@ def play_all(
     observation_chars: int = OBSERVATION_CHARS,
     show_ids: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the rows in the order of the scripts, played on all free slots of a started pool; what policies will read
-    of the answers, see ``pooled_environment``, is in them. Raises RuntimeError as soon as an episode has failed, or one
-    of a kind that must succeed did not."""
+    """Play scripts on all free slots of a started pool; return the rows in the order of the
+    scripts.
+
+    ``observation_chars`` and ``show_ids`` shape what a policy reads of the answers, see
+    ``pooled_environment``. Raises RuntimeError as soon as an episode fails or its outcome
+    contradicts its kind.
+    """
     agent = ScriptAgent(scripts, on_row)
     wanted = [EpisodeRequest(number, episode_task(script.task)) for number, script in enumerate(scripts)]
     with pooled_environment(pool, observation_chars=observation_chars, show_ids=show_ids) as spec:
@@ -140,8 +168,9 @@ def play_all(
     return [agent.rows[number] for number in range(len(scripts))]
 
 
-def statistics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one map per tier and kind: rows, achieved, and the means of turns and reward."""
+def summarize_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row of statistics per tier and kind: the counts of rows and of achieved episodes,
+    and the mean turns and reward."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["tier"], row["kind"]), []).append(row)
@@ -159,8 +188,8 @@ def statistics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _mix(texts: Sequence[str]) -> dict[str, float]:
-    """Parse ``kind=share`` words. Raises ValueError."""
+def _parse_mix(texts: Sequence[str]) -> dict[str, float]:
+    """Parse ``kind=share`` words into shares by kind. Raises ValueError."""
     mix = {}
     for text in texts:
         kind, _, share = text.partition("=")
@@ -171,17 +200,17 @@ def _mix(texts: Sequence[str]) -> dict[str, float]:
     return mix
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the parser of the command line."""
-    found = argparse.ArgumentParser(
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
         prog="python -m realhf.aws.training.sft_data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
-    add = found.add_argument
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
+    add = parser.add_argument
     default = " ".join(f"{kind}={share:g}" for kind, share in DEFAULT_MIX.items())
-    add("--out", type=Path, required=True, help="JSONL file to write; statistics go to <out>.stats.json")
+    add("--out", type=Path, required=True, help="JSONL file to write; summarize_rows go to <out>.stats.json")
     add("--episodes-per-task", type=int, default=20)
     add("--seed", type=int, default=0)
     add("--tiers", nargs="+", help="default: all")
@@ -204,12 +233,16 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--show-ids", action="store_true", help="it reads uuids and hexadecimal ids as they are")
     add("--pool-size", type=int, default=4, help="simulators that play in parallel")
-    return found
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status: 0, 1 after an episode that failed; argparse exits on wrong options."""
-    command_line = parser()
+    """Run the command line program.
+
+    Returns the exit status: 0 on success, 1 if an episode failed. argparse exits by itself on
+    invalid options.
+    """
+    command_line = build_parser()
     options = command_line.parse_args(argv)
     try:
         scripts = write_scripts(
@@ -218,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.tiers,
             tags=options.tags,
             split=options.split,
-            mix=DEFAULT_MIX if options.mix is None else _mix(options.mix),
+            mix=DEFAULT_MIX if options.mix is None else _parse_mix(options.mix),
             learn_mistakes=options.learn_mistakes,
             slips=options.slips,
             rephrased=options.phrasings,
@@ -228,14 +261,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         command_line.error(str(error))
     console = Console(stderr=True)
     try:
-        read = {"observation_chars": options.observation_chars, "show_ids": options.show_ids}
-        found = statistics(write(scripts, options.pool_size, options.out, console, **read))
+        view = {"observation_chars": options.observation_chars, "show_ids": options.show_ids}
+        rows = write_rows(scripts, options.pool_size, options.out, console, **view)
+        statistics = summarize_rows(rows)
     except RuntimeError as error:
         print(f"sft_data: {error}", file=sys.stderr)
         return 1
-    options.out.with_name(options.out.name + ".stats.json").write_text(json.dumps(found, indent=1) + "\n")
+    stats_file = options.out.with_name(options.out.name + ".stats.json")
+    stats_file.write_text(json.dumps(statistics, indent=1) + "\n")
     table = Table("tier", "kind", "rows", "achieved", "turns", "reward")
-    for group in found:
+    for group in statistics:
         head = (group["tier"], group["kind"], str(group["rows"]), str(group["achieved"]))
         table.add_row(*head, f"{group['mean_turns']:.1f}", f"{group['mean_reward']:.2f}")
     console.print(table)
@@ -243,8 +278,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write(scripts: Sequence[Script], pool_size: int, out: Path, console: Console, **read: Any) -> list[dict[str, Any]]:
-    """Play and write all rows, and return them; ``out`` appears when it is complete. ``read``: see ``play_all``."""
+def write_rows(
+    scripts: Sequence[Script], pool_size: int, out: Path, console: Console, **view: Any
+) -> list[dict[str, Any]]:
+    """Play the scripts on a pool of ``pool_size`` slots, write the rows to ``out`` and return them.
+
+    ``out`` appears only when it is complete. ``view``: the keyword arguments of ``play_all``.
+    """
     pool = MiniStackPool(pool_size)
     pool.start()
     try:
@@ -254,7 +294,7 @@ def write(scripts: Sequence[Script], pool_size: int, out: Path, console: Console
             Progress(*Progress.get_default_columns(), console=console) as progress,
         ):
             bar = progress.add_task("playing episodes", total=len(scripts))
-            rows = play_all(scripts, pool, lambda: progress.advance(bar), **read)
+            rows = play_all(scripts, pool, lambda: progress.advance(bar), **view)
             file.writelines(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
     finally:
         pool.stop()

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from realhf.aws.episode.validation import Failure, played
-from realhf.aws.tasks.__main__ import choose
+from realhf.aws.tasks.__main__ import select_templates
 from realhf.aws.tasks.loader import Template
 from realhf.aws.tasks.task import Task, TaskError
 from tests.aws.validation.equivalent import LOOK, equivalent_plays
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
     try:
-        templates = choose(options.ids, options.tiers)
+        templates = select_templates(options.ids, options.tiers)
     except TaskError as error:
         parser.error(str(error))
     console, began = Console(width=None if sys.stdout.isatty() else 160), time.monotonic()
