@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from realhf.aws.grading.inventory import LISTINGS
-from realhf.aws.grading.tracker import Evidence, identifying
+from realhf.aws.grading.tracker import Evidence, identifying_parameter
 
 MOST_RESOURCES = 40
 """Resources that are shown of one episode; it says how many more there are."""
@@ -76,7 +76,7 @@ class AccountChanges:
         return found + ([{"more": self._left_out}] if self._left_out else [])
 
     def _take(self, deed: Evidence) -> None:
-        key, name = identifying(deed.service, deed.params)
+        key, name = identifying_parameter(deed.service, deed.params)
         operation = deed.operation.partition(":")[2]
         kind = _kind(deed.service, key)
         made, unmade = _is_about(operation, _MAKES, deed.service), _is_about(operation, _UNMAKES, deed.service)

@@ -125,7 +125,7 @@ class Chaos:
         for deed, perturbation in self._candidates(tracker.evidence):
             if self._disturb(deed, perturbation):
                 self.occurred = True
-                tracker.disturbed(deed.service, deed.resource)
+                tracker.record_disturbance(deed.service, deed.resource)
                 self.broken = held - self.grader.holding()
                 return deed.service
         return ""

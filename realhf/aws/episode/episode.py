@@ -283,7 +283,7 @@ class Episode:
             if not self._grader.lost_ground:
                 self._tracker.rollbacks = rollbacks  # to undo what was never credited costs nothing
             if grade.progress > before:
-                self._tracker.progressed()
+                self._tracker.record_progress()
             reward = self._reward(grade.progress)
             rolls = self._chaos is not None and self._meter.progress > before and not self.done
             if self._chaos and rolls and (disturbed := self._chaos.after_progress(self._tracker)):

@@ -37,14 +37,14 @@ from realhf.aws.grading.sent_settings import (
     NOT_PROBED,
     STEERS,
     TEXT,
-    Steps,
+    MemberPath,
+    format_path,
     leaves,
-    said,
     service_of,
 )
 from realhf.aws.grading.snapshot import Snapshot, state_digest, take_snapshot
-from realhf.aws.grading.stack_templates import template_of
-from realhf.aws.grading.tracker import identifying, is_read
+from realhf.aws.grading.stack_templates import parse_template
+from realhf.aws.grading.tracker import identifying_parameter, is_read
 from realhf.aws.real_aws.describe_walker import operation_models
 from realhf.aws.simulator.slot import Slot
 from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve
@@ -94,7 +94,7 @@ class Site:
         """Return the operation and the parameters that are sent where ``params`` take the place of the site's."""
         if not self.stack:
             return self.operation, params
-        template = template_of(self.stack)
+        template = parse_template(self.stack)
         template["Resources"][self.name]["Properties"] = params
         return STACK, {**self.stack, "TemplateBody": json.dumps(template, default=str)}
 
@@ -109,7 +109,7 @@ class Corpus:
     def add(self, site: Site) -> None:
         """Take in a site, and those of the resources that it declares."""
         if site.operation == STACK:
-            for name, held in template_of(site.params).get("Resources", {}).items():
+            for name, held in parse_template(site.params).get("Resources", {}).items():
                 if isinstance(held, dict) and isinstance(held.get("Properties"), dict):
                     self.add(Site(site.task, str(held.get("Type")), held["Properties"], site.params, name))
         self.sites.setdefault(site.operation, []).append(site)
@@ -121,7 +121,7 @@ class Corpus:
                 known.append(value)
 
 
-def _at(value: Any, path: Steps) -> Any:
+def _at(value: Any, path: MemberPath) -> Any:
     for step in path:
         if step == ELEMENT:
             value = value[0] if value else None
@@ -230,9 +230,9 @@ class Prober:
         if first is None or self._send(site.params) != first:
             raise ProbeError("the same request does not leave the same account twice" if first else "is not accepted")
 
-    def members(self) -> dict[Steps, str]:
+    def members(self) -> dict[MemberPath, str]:
         """Return what becomes of each member, by path; what is the same for all of a structure is said of it once."""
-        found: dict[Steps, str] = {}
+        found: dict[MemberPath, str] = {}
         for name, member in self.shape.members.items():
             if name in self.about:
                 found[name,] = NAMES
@@ -241,8 +241,8 @@ class Prober:
         return found
 
     def fates(
-        self, params: Mapping[str, Any], path: Steps, shape: Any, above: tuple[str, ...] = ()
-    ) -> dict[Steps, str]:
+        self, params: Mapping[str, Any], path: MemberPath, shape: Any, above: tuple[str, ...] = ()
+    ) -> dict[MemberPath, str]:
         """Return the fates below a path of these parameters, joined where they are all the same."""
         known = self._known(path, shape)
         if known:
@@ -258,22 +258,22 @@ class Prober:
             if left[0] is not None and left.count(left[0]) == len(left):
                 return {path: NOT_KEPT}
             params = next((one for one, digest in zip(filled, left[1:], strict=True) if digest is not None), params)
-        found: dict[Steps, str] = {}
+        found: dict[MemberPath, str] = {}
         for step, member in inner.items():
             found |= self.fates(params, (*path, step), member, (*above, shape.name))
         fates = set(found.values())
         return {path: fates.pop()} if len(fates) == 1 and DEFAULT not in fates else found
 
-    def _known(self, path: Steps, shape: Any) -> str:
+    def _known(self, path: MemberPath, shape: Any) -> str:
         """Return the fate that the notes tell."""
-        operation, text = self.site.operation, said(path)
+        operation, text = self.site.operation, format_path(path)
         if self._notes.steers(operation, text) or shape.metadata.get("idempotencyToken"):
             return STEERS
         if self._notes.is_text(operation, text):
             return TEXT
         return ""
 
-    def _fate(self, params: Mapping[str, Any], path: Steps, shape: Any) -> str:
+    def _fate(self, params: Mapping[str, Any], path: MemberPath, shape: Any) -> str:
         digests: list[str] = []
         for value in self._values(path, shape, _at(params, path)):
             digest = self._left(_with(params, self.shape, path, value))
@@ -281,7 +281,7 @@ class Prober:
                 digests.append(digest)
             if len(set(digests)) == 2 or len(digests) == _ENOUGH:
                 break
-        place = self.site.operation, said(path)
+        place = self.site.operation, format_path(path)
         meant = self._notes.defaults.get(place)
         is_name = shape.type_name == "string" and not _choices(shape) and _NAMING.search(path[-1]) is not None
         if len(digests) == 1 and not is_name and (meant is None or _at(params, path) != meant):
@@ -297,7 +297,7 @@ class Prober:
             return KEPT
         return DEFAULT if place in self._notes.defaults else NOT_KEPT
 
-    def _full(self, path: Steps, shape: Any, number: int, above: tuple[str, ...]) -> Any:
+    def _full(self, path: MemberPath, shape: Any, number: int, above: tuple[str, ...]) -> Any:
         if shape.type_name == "structure":
             if shape.name in above or len(path) >= DEEPEST:
                 return {}
@@ -313,7 +313,7 @@ class Prober:
         values = self._values(path, shape, None)
         return values[number % len(values)]
 
-    def _values(self, path: Steps, shape: Any, sent: Any) -> list[Any]:
+    def _values(self, path: MemberPath, shape: Any, sent: Any) -> list[Any]:
         """Return values to try, the one that is sent first."""
         name = next(step for step in reversed(path) if step != ELEMENT)
         found = [] if sent is None else [sent]
@@ -421,7 +421,7 @@ def _plain_shape(value: Any) -> Any:
 def about_of(operation: str, shape: Any, params: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the members that name what a request is about: by the ends of their names, or as the operation calls it,
     as ``service`` in UpdateService."""
-    own, _ = identifying(service_of(operation), params)
+    own, _ = identifying_parameter(service_of(operation), params)
     name = operation.rpartition(":")[2]
     of_stack = operation.startswith("AWS::")
     makes = of_stack or _MAKES.match(name)
@@ -489,12 +489,12 @@ def _texts(name: str, sent: Any) -> list[str]:
     return [*changed, "other", "another", "1", "2"]
 
 
-def _with(params: Mapping[str, Any], shape: Any, path: Steps, value: Any) -> dict[str, Any]:
+def _with(params: Mapping[str, Any], shape: Any, path: MemberPath, value: Any) -> dict[str, Any]:
     """Return parameters with a value at a path; what lies above it is made, with what it must have."""
     return _put(params, shape, path, value)
 
 
-def _put(held: Any, shape: Any, path: Steps, value: Any) -> Any:
+def _put(held: Any, shape: Any, path: MemberPath, value: Any) -> Any:
     if not path:
         return value
     step, rest = path[0], path[1:]
@@ -523,7 +523,7 @@ def _least(shape: Any, depth: int = 0) -> Any:
     return _examples(shape.name, shape, (), None)[0]
 
 
-def _without(params: Any, path: Steps) -> Any:
+def _without(params: Any, path: MemberPath) -> Any:
     """Return parameters without what is at a path."""
     step, rest = path[0], path[1:]
     if step == ELEMENT:
@@ -553,7 +553,7 @@ def ranked_sites(sites: Sequence[Site]) -> list[Site]:
     return sorted(sites, key=lambda site: -len(_sent_paths(site)))
 
 
-def _sent_paths(site: Site) -> set[Steps]:
+def _sent_paths(site: Site) -> set[MemberPath]:
     return {path for path, _ in leaves(site.params)}
 
 
@@ -562,21 +562,21 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in ("ministack", "botocore")}
 
 
-def joined(tables: Sequence[tuple[Site, Mapping[Steps, str]]]) -> dict[str, str]:
+def joined(tables: Sequence[tuple[Site, Mapping[MemberPath, str]]]) -> dict[str, str]:
     """Return one table of several sites of an operation. Of a member those sites speak that send it, where one of them
     could probe it; what one of them does not keep is not kept, and what one keeps that another could not probe is
     kept."""
-    found: dict[Steps, tuple[int, str]] = {}
+    found: dict[MemberPath, tuple[int, str]] = {}
     for site, table in tables:
         for path, fate in table.items():
             weight = 0 if fate.startswith(NOT_PROBED) else 1 + (path[0] in site.params) + _is_sent(site, path)
             known, old = found.get(path, (-1, ""))
             if weight > known or (weight == known and old == KEPT):
                 found[path] = weight, fate
-    return {said(path): fate for path, (_, fate) in sorted(found.items())}
+    return {format_path(path): fate for path, (_, fate) in sorted(found.items())}
 
 
-def _is_sent(site: Site, path: Steps) -> bool:
+def _is_sent(site: Site, path: MemberPath) -> bool:
     return _at(site.params, path) is not None
 
 
@@ -600,7 +600,7 @@ def probe(slot: Slot, operation: str, corpus: Corpus, notes: Notes) -> dict[str,
         return {NOT_PROBED: "it only uses a resource", "about": about}
     known = corpus.sites.get(operation, ())
     probers: list[Prober] = []
-    covered: set[Steps] = set()
+    covered: set[MemberPath] = set()
     problem = _NOT_SENT
     failed = 0
     for site in ranked_sites(known) or _made_up(operation):

@@ -24,7 +24,7 @@ from realhf.aws.episode.episode import DEFAULT_MAX_STEPS, Episode, EpisodeError
 from realhf.aws.episode.world import SetupError, TargetError, make_targets
 from realhf.aws.grading.criteria import parse_criteria
 from realhf.aws.grading.differences import has_field
-from realhf.aws.grading.grader import free_field, freedom_of, is_graded_by_end_state
+from realhf.aws.grading.grader import build_freedom, is_graded_by_end_state, parse_free_field
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.captures import resolve
 from realhf.aws.tasks.loader import SPLITS, Template, instantiate, is_name, line_of, mistakes, whole_state, with_drifts
@@ -74,7 +74,7 @@ def template_problems(template: Template) -> list[Fault]:
         return [Fault(f"{type(error).__name__}: {error}", "success_criteria" if template.success_criteria else "")]
     for place, line in enumerate(task.free):
         try:
-            free_field(line)
+            parse_free_field(line)
         except TaskError as error:
             return [Fault(str(error), "free", place)]
     return [*_policy_problems(task, operations), *_text_problems(task, operations), *_drift_promises(task)]
@@ -187,7 +187,7 @@ def _problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
 def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
     """Find free fields that nothing has in the accounts that the solutions leave: a misspelt one frees nothing. Nor
     may a solution choose otherwise than an agent may."""
-    free = freedom_of(task).free
+    free = build_freedom(task).free
     ends = [target.end for target in make_targets(episode.slot, task, task.seed)] if free or task.verbatim else []
     kinds = {f"{key[0]}/{key[1]}" for end in ends for key in end.resources}
     for place, kind in enumerate(task.verbatim):

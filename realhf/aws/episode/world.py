@@ -21,8 +21,8 @@ from realhf.aws.cli.executor import CommandResult
 from realhf.aws.cli.policy import operation_allowed
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.differences import Goal, Target
-from realhf.aws.grading.grader import freedom_of, services_of
-from realhf.aws.grading.sent_settings import Deed
+from realhf.aws.grading.grader import build_freedom, services_of
+from realhf.aws.grading.sent_settings import SentWrite
 from realhf.aws.grading.snapshot import Snapshot, take_snapshot
 from realhf.aws.grading.tracker import is_read, resource_name
 from realhf.aws.real_aws.walked_account import WalkedAccount
@@ -212,10 +212,10 @@ def begin_targets(
     slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None
 ) -> Callable[[], tuple[Goal, ...]]:
     """Begin to make the targets of an instance on the bench of the slot's pool, which are read as the slot's account
-    is; returns how to wait for what they ask, which raises TargetError. Raises TaskError as ``freedom_of``."""
+    is; returns how to wait for what they ask, which raises TargetError. Raises TaskError as ``build_freedom``."""
     assert slot.bench is not None, "the bench has none"
     key = json.dumps([task.to_json(), seed, drifts], sort_keys=True, default=list)
-    bench, freedom = slot.bench, freedom_of(task)
+    bench, freedom = slot.bench, build_freedom(task)
 
     def play(own: Slot) -> tuple[Goal, ...]:
         targets = make_targets(own, task, seed, drifts, account_reader(slot, task, own))
@@ -275,5 +275,5 @@ def _play(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None, read:
         sent.append([one for one in requests if not is_read(*one)])
         states.append(read())
     operations, arguments = (tuple(tuple(one[part] for one in deeds) for deeds in sent) for part in (0, 1))
-    setup = tuple(Deed(*request) for requests in world.sent for request in requests)
+    setup = tuple(SentWrite(*request) for requests in world.sent for request in requests)
     return Target(start, tuple(states), operations, arguments, setup=setup)

@@ -1,8 +1,10 @@
-"""Finds the grants without which AWS would refuse what a solution wires, and that no task asks for by name.
+"""Companion grants: permissions that AWS requires for what a solution connects, and that no task
+names.
 
-The table of wirings is ``companions.yaml``. A grant counts by what it allows, wherever it is written: not more than the
-least, to the service for the source alone or for sources of the account alone, or to the role that the wiring names.
-Source: docs/reference/environment.md 7.
+The table of connections ("read_wirings") is ``companions.yaml``. A grant is judged by what it allows,
+wherever it is written: no more than the least permission, given to the service for the source alone
+or for sources of the account alone, or to the role that the connection names. Source:
+docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -28,111 +30,136 @@ _PLACES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "sns": ("topics", ("attributes", "Policy")),
     "sqs": ("queues", ("attributes", "Policy")),
 }
-"""By service, the kind of record that holds the policy of a resource, and where in it."""
+"""Kind of the record that contains the policy of a resource, and the path within it, by service."""
 _GROUPS = ("logs", "log_groups")
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Is a row of the table, with the words of its file."""
+    """One row of the table; its fields are named as in the file."""
 
     name: str
+    """Name of the connection."""
     wires: str
+    """JMESPath of the connections in a record: mappings with ``target`` and optionally ``role`` or
+    ``function``."""
     to: str
+    """Pattern of the ARNs of targets."""
     aws: str
+    """Link to the page of AWS."""
     kind: tuple[str, str]
-    """``from`` of the file: service and kind of the record."""
+    """``from`` of the file: service and kind of the record that defines the connection."""
     source: str = ""
+    """Path of the source ARN, optionally preceded by the kind of another record of the same name."""
     role: bool = False
+    """Whether the grant belongs to a role instead of the target's policy."""
     trust: bool = False
+    """Whether the row is about the trust policy of the role."""
     principal: str = ""
+    """The service principal."""
     actions: tuple[str, ...] = ()
+    """The actions that must be allowed."""
     resources: tuple[str, ...] = ()
+    """Templates of the resources that must be allowed."""
     managed: tuple[str, ...] = ()
+    """Managed policies that contain the grant."""
     condition: Mapping[str, Mapping[str, str]] | None = None
+    """Condition that the grant may have in addition."""
     source_arn: tuple[str, ...] = ()
+    """Templates of further ARNs of the source."""
 
 
 @dataclass(frozen=True)
-class Companions:
-    """Holds what may be there beside the target. ``rights``: all of the target's with the grants; ``roles``: ARN of
-    each role that may have one, by its key; ``policies``: names of the policies of resources, as in ``rights``."""
+class CompanionGrants:
+    """The grants that an account may have in addition to the target."""
 
     rights: Rights
+    """All rights of the target including the companion grants."""
     roles: Mapping[Key, str]
+    """ARN of each role that may have a companion grant, by its key."""
     policies: frozenset[str]
+    """Names of the resource policies that may have one, as in ``rights``."""
 
 
 @cache
-def wirings() -> tuple[Wiring, ...]:
-    """Return the table. Raises TypeError for a row that is malformed."""
+def read_wirings() -> tuple[Wiring, ...]:
+    """Return the table. Raises TypeError for a malformed row."""
     text = resources.files("realhf.aws.grading").joinpath("companions.yaml").read_text(encoding="utf-8")
-    found = []
+    wirings = []
     for row in yaml.load(text, Loader=yaml.CSafeLoader):
         service, _, kind = row.pop("from").partition("/")
         lists = {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
-        found.append(Wiring(kind=(service, kind), **{**row, **lists}))
-    return tuple(found)
+        wirings.append(Wiring(kind=(service, kind), **{**row, **lists}))
+    return tuple(wirings)
 
 
-def companions_of(target: Resources, wanted: Rights, renamed: Callable[[str], str]) -> Companions:
-    """Return what may be there beside a target, whose rights are ``wanted``; ``renamed`` is as in ``read_rights``."""
-    held = {key: attributes for key, attributes in target.items()}
+def find_companions(target: Resources, wanted: Rights, rename: Callable[[str], str]) -> CompanionGrants:
+    """Return the grants that an account may have in addition to a target with the rights
+    ``wanted``.
+
+    ``rename``: as in ``read_rights``.
+    """
+    extended = {key: attributes for key, attributes in target.items()}  # the target with all grants
     roles = dict[Key, str]()
     policies = set[str]()
     by_arn = {str(one.get("Arn", "")): key for key, one in target.items() if key[:2] == ("iam", "roles")}
     number = 0
-    for row in wirings():
+    for row in read_wirings():
         for key, attributes in target.items():
             if key[:2] != row.kind or row.trust:
                 continue
-            for words in _pairs(row, key, attributes, target):
+            for words in _connections(row, key, attributes, target):
                 number += 1
-                document = _document(row, words, target)
+                document = _least_grant(row, words, target)
                 if not row.role:
-                    name = _grant(held, words["target"], document)
-                    policies |= {renamed(name)} if name else set()
+                    name = _add_grant(extended, words["target"], document)
+                    policies |= {rename(name)} if name else set()
                 elif (role := by_arn.get(words.get("role", ""))) is not None:
-                    name = _grant_to_role(held, row, words, document)
-                    policies |= {renamed(name)} if name else set()
-                    roles[role] = renamed(words["role"])
-                    given = held[role]
+                    name = _add_role_grant(extended, row, words, document)
+                    policies |= {rename(name)} if name else set()
+                    roles[role] = rename(words["role"])
+                    attributes_of_role = extended[role]
                     inline = {f"companion {number}": document} if row.actions else {}
-                    held[role] = {
-                        **given,
-                        "InlinePolicies": {**given.get("InlinePolicies", {}), **inline},
-                        "AttachedPolicies": [*given.get("AttachedPolicies", ()), *row.managed],
+                    extended[role] = {
+                        **attributes_of_role,
+                        "InlinePolicies": {**attributes_of_role.get("InlinePolicies", {}), **inline},
+                        "AttachedPolicies": [*attributes_of_role.get("AttachedPolicies", ()), *row.managed],
                     }
-    return Companions(read_rights(held, renamed) if number else wanted, roles, frozenset(policies))
+    return CompanionGrants(read_rights(extended, rename) if number else wanted, roles, frozenset(policies))
 
 
-def narrowed_trusts(target: Resources) -> dict[Key, list[dict[str, Any]]]:
-    """Return, for each role that services assume for what the target wires, its trust policy limited to the sources and
-    the account, once for each way to name the sources."""
+def narrow_trust_policies(target: Resources) -> dict[Key, list[dict[str, Any]]]:
+    """Return the narrower trust policies that are as good as the target's, by role.
+
+    For each role that services assume on behalf of the target's connections, they limit the trust
+    to the sources and the account; one policy for each way to name the sources.
+    """
     roles = {str(one.get("Arn", "")): key for key, one in target.items() if key[:2] == ("iam", "roles")}
-    wires: dict[Key, list[tuple[str, list[str]]]] = {}
-    for row in wirings():
+    sources_by_role: dict[Key, list[tuple[str, list[str]]]] = {}
+    for row in read_wirings():
         for key, attributes in target.items():
             if key[:2] != row.kind or not row.trust:
                 continue
-            for words in _pairs(row, key, attributes, target):
+            for words in _connections(row, key, attributes, target):
                 role = roles.get(words["role"])
-                sources = _sources(row, words)
+                sources = _source_arns(row, words)
                 if role and sources and isinstance(target[role].get("AssumeRolePolicyDocument"), Mapping):
-                    wires.setdefault(role, []).append((row.principal, sources))
+                    sources_by_role.setdefault(role, []).append((row.principal, sources))
     return {
         role: [
-            _narrowed(
-                target[role]["AssumeRolePolicyDocument"], [(who, ways[min(way, len(ways) - 1)]) for who, ways in its]
+            _narrow_policy(
+                target[role]["AssumeRolePolicyDocument"],
+                [(principal, ways[min(way, len(ways) - 1)]) for principal, ways in sources],
             )
-            for way in range(max(len(ways) for _, ways in its))
+            for way in range(max(len(ways) for _, ways in sources))
         ]
-        for role, its in wires.items()
+        for role, sources in sources_by_role.items()
     }
 
 
-def _narrowed(policy: Mapping[str, Any], sources: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Return a trust policy that lets each service in for its sources alone; what has none stays as it is."""
+def _narrow_policy(policy: Mapping[str, Any], sources: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return a trust policy that admits each service for its sources only; a service without
+    sources keeps its statement."""
     statements = []
     for one in policy["Statement"]:
         named = one.get("Principal")
@@ -146,13 +173,14 @@ def _narrowed(policy: Mapping[str, Any], sources: Sequence[tuple[str, str]]) -> 
         for service, source in sources:
             if service in limited:
                 limit = {"ArnLike": {"aws:SourceArn": [source]}, "StringEquals": {"aws:SourceAccount": [ACCOUNT_ID]}}
-                condition = _both(one.get("Condition") or {}, limit)
+                condition = _merge_conditions(one.get("Condition") or {}, limit)
                 statements.append({**one, "Principal": {"Service": [service]}, "Condition": condition})
     return {**policy, "Statement": statements}
 
 
-def _pairs(row: Wiring, key: Key, attributes: Mapping[str, Any], target: Resources) -> Iterator[dict[str, str]]:
-    """Yield the words of each wire in a record."""
+def _connections(row: Wiring, key: Key, attributes: Mapping[str, Any], target: Resources) -> Iterator[dict[str, str]]:
+    """Yield the words of each connection in a record: source, identity, account, target, name and
+    the values of ``wires``."""
     kind, _, path = row.source.rpartition(":")
     namesake = (*kind.split("/"), key[2]) if kind else key
     source = jmespath.search(path.strip(), target.get(namesake, {})) if path else ""  # type: ignore[arg-type]
@@ -167,7 +195,8 @@ def _pairs(row: Wiring, key: Key, attributes: Mapping[str, Any], target: Resourc
             yield {**common, **words, "target": arn, "name": re.split("[:/]", arn)[-1]}
 
 
-def _document(row: Wiring, words: Mapping[str, str], target: Resources) -> dict[str, Any]:
+def _least_grant(row: Wiring, words: Mapping[str, str], target: Resources) -> dict[str, Any]:
+    """Return the smallest policy that permits a connection."""
     groups = [key[2] for key in target if key[:2] == _GROUPS]
     patterns = [
         pattern.format(group=group, **words)
@@ -178,43 +207,55 @@ def _document(row: Wiring, words: Mapping[str, str], target: Resources) -> dict[
     if row.role:
         return {"Version": "2012-10-17", "Statement": [least]}
     least |= {"Principal": {"Service": row.principal}}
-    limits = [{"ArnLike": {"aws:SourceArn": one}} for one in _sources(row, words)]
+    limits = [{"ArnLike": {"aws:SourceArn": one}} for one in _source_arns(row, words)]
     limits.append({"StringEquals": {"aws:SourceAccount": ACCOUNT_ID}})
     return {
         "Version": "2012-10-17",
-        "Statement": [{**least, "Condition": _both(row.condition or {}, limit)} for limit in limits],
+        "Statement": [{**least, "Condition": _merge_conditions(row.condition or {}, limit)} for limit in limits],
     }
 
 
-def _sources(row: Wiring, words: Mapping[str, str]) -> list[str]:
+def _source_arns(row: Wiring, words: Mapping[str, str]) -> list[str]:
+    """Return the ARNs by which a policy may name the source of a connection."""
     return [one for one in (words["source"], *(text.format(**words) for text in row.source_arn)) if one]
 
 
-def _both(one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _merge_conditions(
+    one: Mapping[str, Mapping[str, Any]], other: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Return two conditions as one that demands both."""
     return {name: {**one.get(name, {}), **other.get(name, {})} for name in (*one, *other)}
 
 
-def _grant(held: dict[Key, Mapping[str, Any]], arn: str, document: Mapping[str, Any]) -> str:
-    """Add statements to the policy of a resource of the target; returns the name of that policy, "" where there is no
-    such resource."""
+def _add_grant(resources_by_key: dict[Key, Mapping[str, Any]], arn: str, document: Mapping[str, Any]) -> str:
+    """Append statements to the policy of a resource of the target.
+
+    Returns the name of the policy, "" if the target has no such resource.
+    """
     service = arn.split(":")[2]
     kind, path = _PLACES[service]
     if service == "s3":
         name = arn.rpartition(":")[2]
-        keys = [(service, kind, name)] if (service, "buckets", name) in held else []
+        keys = [(service, kind, name)] if (service, "buckets", name) in resources_by_key else []
     else:
-        keys = [key for key, one in held.items() if key[:2] == (service, kind) and arn_of(service, key[2], one) == arn]
+        keys = [
+            key
+            for key, one in resources_by_key.items()
+            if key[:2] == (service, kind) and arn_of(service, key[2], one) == arn
+        ]
     for key in keys:
-        held[key] = _with_statements(held.get(key, {}), path, document)
+        resources_by_key[key] = _append_statements(resources_by_key.get(key, {}), path, document)
         return "/".join((*key, *path))
     return ""
 
 
-def _grant_to_role(
-    held: dict[Key, Mapping[str, Any]], row: Wiring, words: Mapping[str, str], document: Mapping[str, Any]
+def _add_role_grant(
+    resources_by_key: dict[Key, Mapping[str, Any]], row: Wiring, words: Mapping[str, str], document: Mapping[str, Any]
 ) -> str:
-    """Add to the policy of a resource what the policy of a role would allow, which does as well in one account; returns
-    as ``_grant``.
+    """Append to the policy of a resource what a role's policy would allow; within one account
+    either suffices.
+
+    Returns the name of the policy, "" if the resource has none.
 
     https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-logic.html
     """
@@ -223,14 +264,14 @@ def _grant_to_role(
     if not row.actions or not patterns or words["target"].split(":")[2] not in _PLACES:
         return ""
     statement = {**least, "Resource": patterns, "Principal": {"AWS": words["role"]}}
-    return _grant(held, words["target"], {**document, "Statement": [statement]})
+    return _add_grant(resources_by_key, words["target"], {**document, "Statement": [statement]})
 
 
-def _with_statements(value: Any, path: tuple[str, ...], document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a value with the statements of a document behind those of the policy at a path of it."""
+def _append_statements(value: Any, path: tuple[str, ...], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``value`` with the statements of a document appended to the policy at a path."""
     if path:
         known = value if isinstance(value, Mapping) else {}
-        return {**known, path[0]: _with_statements(known.get(path[0]), path[1:], document)}
+        return {**known, path[0]: _append_statements(known.get(path[0]), path[1:], document)}
     if isinstance(value, str):
         value = json.loads(value)
     return {**document, "Statement": [*(value or {}).get("Statement", ()), *document["Statement"]]}

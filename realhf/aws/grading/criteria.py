@@ -1,15 +1,16 @@
-"""Reads success criteria: what a warm-up task asks, and tasks in the words of the public AWS RL environment.
+"""Success criteria: those of warm-up tasks, and of tasks in the format of the public AWS RL
+environment.
 
-    operation, params             a request that an agent has to send; of a warm-up task "s3:ListObjectsV2"
-    operation, command_contains   the same in the words of the CLI ("create-table"), and a service or text beside it
-    resource_exists               {service, name}: a resource of exactly this name
+    operation, params             a request that an agent has to send; in a warm-up task "s3:ListObjectsV2"
+    operation, command_contains   the same in the words of the CLI ("create-table"), with a service or text
+    resource_exists               {service, name}: a resource with exactly this name
     steps                         [{operation, resource?}], in their order
-    services                      services that have to be reached
-    state_checks                  [{command, json_path, expected, output_contains}]: a command that only looks
+    services                      services that must receive an accepted request
+    state_checks                  [{command, json_path, expected, output_contains}]: a command that only reads
 
-A task of our own that asks for more says nothing here: it is graded by its end state. What has no equivalent here is
-refused with its reason, because a task that nobody can solve looks like a policy that cannot learn.
-Source: docs/reference/environment.md 6.
+Tasks that ask for more have no criteria here: they are graded by their end state. Criteria without
+an equivalent here are refused with a reason, because an unsolvable task looks like a policy that
+cannot learn. Source: docs/reference/environment.md 6.
 """
 
 from __future__ import annotations
@@ -29,24 +30,28 @@ from jmespath.exceptions import JMESPathError, JMESPathTypeError
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.executor import CommandResult
 from realhf.aws.cli.policy import check_command
-from realhf.aws.grading.inventory import LISTINGS, Caller, names_of
-from realhf.aws.grading.tracker import Evidence, asks, has_effect, identity, mentions, same_resource
+from realhf.aws.grading.inventory import LISTINGS, Caller, list_names
+from realhf.aws.grading.tracker import Evidence, answers_question, has_effect, identity, mentions, same_resource
 from realhf.aws.tasks.task import TaskError
 
 MAX_CHECKS = 40
+"""Largest number of steps, and of state checks, of a task."""
 _TYPES: Mapping[str, type] = {
     **{"operation": str, "command_contains": str, "params": dict, "resource_exists": dict},
     **dict.fromkeys(("steps", "services", "state_checks"), list),
 }
+"""Types of the known keys of the criteria."""
 _CHECK_TYPES: Mapping[str, type] = {"command": str, "json_path": str, "output_contains": str}
+"""Types of the known keys of a state check."""
 _SERVICES: Mapping[str, str] = {"s3api": "s3", "ebs": "ec2"}
-"""Names of services in such tasks, and the names in evidence that they stand for."""
+"""Names of services in criteria that differ from those in evidence."""
 _S3_WORDS: Mapping[str, str] = {
     **{"ls": "ListBuckets", "mb": "CreateBucket", "rb": "DeleteBucket", "rm": "DeleteObject"},
     **dict.fromkeys(("cp", "mv", "sync"), "PutObject"),
 }
+"""API operations of the high-level ``aws s3`` commands."""
 _KINDS: Mapping[str, str] = {"elasticache:create-cache-cluster": "cluster"}
-"""What an operation makes, where that is not the rest of its name."""
+"""The kind of resource that an operation makes, where it is not the rest of the operation's name."""
 _USUAL_KINDS: Mapping[str, str] = {
     **{"s3": "bucket", "dynamodb": "table", "sqs": "queue", "sns": "topic", "lambda": "function", "iam": "role"},
     **{"secretsmanager": "secret", "ecs": "cluster", "rds": "db-instance", "elasticache": "cluster"},
@@ -54,70 +59,101 @@ _USUAL_KINDS: Mapping[str, str] = {
     **{"ssm": "parameter", "events": "rule", "cloudformation": "stack", "apigateway": "rest-api"},
     **{"apigatewayv2": "api", "glue": "database", "firehose": "delivery-stream"},
 }
-"""What a resource of a service is, where no operation names it."""
+"""The kind of resource that a service has by default, where no operation names one."""
 _UNNAMED = frozenset(
     {("ec2", "instance"), ("ec2", "subnet"), ("ec2", "volume"), ("ec2", "vpc"), ("kms", "key"), ("sns", "subscription")}
 )
-"""What is listed by an id that AWS draws, or by what it leads to."""
+"""Kinds that are listed by a generated id or by an endpoint instead of a name."""
 _DRAWN_IDS = re.compile(
     r"--(user-pool|hosted-zone|rest-api|api|file-system|group|vpc|subnet|instance|volume|key|security-group)-ids?[ =]"
 )
-"""Options whose values AWS itself draws: nobody can make a resource with an id that a task's author chose."""
-_LOOKING = ("get-", "list-", "describe-", "head-", "batch-get-", "query", "scan", "search-", "lookup-", "filter-", "ls")
+"""Options whose values AWS generates: no agent can make a resource with an id that a task's author
+chose."""
+_READ_PREFIXES = (
+    "get-",
+    "list-",
+    "describe-",
+    "head-",
+    "batch-get-",
+    "query",
+    "scan",
+    "search-",
+    "lookup-",
+    "filter-",
+    "ls",
+)
+"""Prefixes of the CLI operations that only read."""
 
 
 class StateReader(Caller, Protocol):
-    """Is what a check needs of a slot; see ``world.SlotState``."""
+    """The part of a slot that a check needs; see ``world.SlotState``."""
 
     def run(self, command: str) -> CommandResult:
-        """Run a command that only looks. Raises ConnectionError when nothing is known of the answer."""
+        """Run a command that only reads. Raises ConnectionError if the answer is unknown."""
         ...
 
 
 @dataclass(frozen=True)
 class ListedResource:
-    """Holds when the account lists a resource with exactly this name."""
+    """Check that the account lists a resource with exactly this name."""
 
     service: str
+    """Service, by botocore's name."""
     kind: str
+    """Type of ``inventory.LISTINGS``."""
     name: str
+    """Canonical name, see ``tracker.identity``."""
 
     def holds(self, state: StateReader) -> bool:
-        """Return whether it is true now. Raises StateCallError or ConnectionError when the state cannot be read."""
-        return self.name in {identity(self.service, name) for name in names_of(state, self.service, self.kind)}
+        """Return whether the check passes now.
+
+        Raises StateCallError or ConnectionError if the state cannot be read.
+        """
+        return self.name in {identity(self.service, name) for name in list_names(state, self.service, self.kind)}
 
 
 @dataclass(frozen=True)
 class CommandCheck:
-    """Holds when a command that only looks prints a text, or JSON with the expected value at a path. Values compare by
-    their text, as the maker of such tasks does."""
+    """Check that a command that only reads prints a text, or JSON with the expected value at a
+    path.
+
+    Values are compared by their text, as in the public environment.
+    """
 
     command: str
+    """The command line."""
     json_path: str = ""
+    """JMESPath into the output, "" for all of it."""
     expected: Any = None
+    """Expected value at the path, None for no comparison."""
     output_contains: str = ""
+    """Text that the output has to contain."""
 
     @property
     def service(self) -> str:
-        """Botocore's name of the service that the check reads."""
+        """Name of the service that the check reads, by botocore's name."""
         service = check_command(self.command).service
         return "s3" if service == "s3api" else service
 
     def holds(self, state: StateReader) -> bool:
-        """See ``ListedResource``. Truncated output fails: an agent can flood it."""
+        """Return whether the check passes now. Truncated output fails, because an agent can flood
+        it.
+
+        Raises ConnectionError if the answer is unknown.
+        """
         result = state.run(self.command)
         if not result.success or result.truncated or self.output_contains not in result.stdout:
             return False
         if self.expected is None:
             return True
         try:
-            found = jmespath.search(self.json_path or "@", json.loads(result.stdout or "{}"))
+            value = jmespath.search(self.json_path or "@", json.loads(result.stdout or "{}"))
         except (ValueError, RecursionError, JMESPathTypeError):
             return False
-        return str(found).lower() == str(self.expected).lower()
+        return str(value).lower() == str(self.expected).lower()
 
     def asks_for_drawn_id(self) -> bool:
-        """Return whether it asks for a resource by an id that AWS draws."""
+        """Return whether the command names a resource by an id that AWS generates."""
         return _DRAWN_IDS.search(self.command) is not None
 
 
@@ -126,69 +162,84 @@ Check = ListedResource | CommandCheck
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a multi_step task. ``also``: operations that serve as well."""
+    """One step of a multi_step task."""
 
     operation: str
+    """The operation that the step asks for, e.g. "s3:CreateBucket"."""
     resource: str | None = None
+    """Name of the resource, None for any."""
     also: frozenset[str] = frozenset()
+    """Operations that are accepted as well."""
 
-    def asks_for(self, deed: Evidence) -> bool:
-        """Return whether the request is of this step's operation, and names its resource in some parameter."""
-        if not has_effect(deed.operation, self.operation) and deed.operation not in self.also:
+    def is_met_by(self, request: Evidence) -> bool:
+        """Return whether a request has an operation of this step and names its resource in some
+        parameter."""
+        if not has_effect(request.operation, self.operation) and request.operation not in self.also:
             return False
-        if self.resource is None or same_resource(deed.resource, identity(deed.service, self.resource)):
+        if self.resource is None or same_resource(request.resource, identity(request.service, self.resource)):
             return True
-        return mentions(deed.params, self.resource)
+        return mentions(request.params, self.resource)
 
 
 @dataclass(frozen=True)
 class Criteria:
-    """Holds parsed success criteria; see ``parse_criteria``."""
+    """Parsed success criteria; see ``parse_criteria``."""
 
     operation: str = ""
+    """Operation of the request to send, "" if none is demanded."""
     params: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that the request must have."""
     command_contains: str = ""
+    """Text that the command line must contain."""
     resource: ListedResource | None = None
+    """Resource that must exist."""
     steps: tuple[Step, ...] = ()
+    """Steps in their order."""
     services: frozenset[str] = frozenset()
+    """Services that must receive an accepted request."""
     state_checks: tuple[CommandCheck, ...] = ()
+    """Checks that must pass at the end."""
 
     @property
     def operations(self) -> frozenset[str]:
-        """Every operation that the criteria name."""
+        """All operations that the criteria name."""
         steps = {operation for step in self.steps for operation in (step.operation, *step.also)}
         return frozenset(steps | ({self.operation} - {""}))
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """Everything that must hold in the end."""
+        """All checks that must pass at the end."""
         return (*((self.resource,) if self.resource else ()), *self.state_checks)
 
     @property
     def named_services(self) -> frozenset[str]:
-        """Every service that the criteria are about."""
+        """All services that the criteria refer to."""
         operations = {operation.partition(":")[0] for operation in self.operations}
         return self.services | operations | {check.service for check in self.checks}
 
-    def matches(self, deed: Evidence) -> bool:
-        """Return whether a single request matches by exact names (layer 7): it asks the demanded question of the
-        demanded resource, by its name, ARN or URL, and shows the answer, which a waiter does not. A text that the
-        command has to contain must be in the line that sent the request."""
-        asked = asks(deed.operation, deed.params, self.operation, self.params)
-        return asked and self.command_contains in deed.command and not check_command(deed.command).waits
+    def matches(self, request: Evidence) -> bool:
+        """Return whether one request fulfils the criteria, by exact names (layer 7).
+
+        It must ask the demanded question about the demanded resource, by its name, ARN or URL, and
+        show the answer, which a waiter does not. The command line that sent it must contain
+        ``command_contains``.
+        """
+        if not answers_question(request.operation, request.params, self.operation, self.params):
+            return False
+        return self.command_contains in request.command and not check_command(request.command).waits
 
 
 def parse_criteria(data: Mapping[str, Any]) -> Criteria:
-    """Parse criteria from the plain data of a task. Raises TaskError naming what cannot be graded here."""
+    """Parse the criteria of a task. Raises TaskError naming what cannot be graded."""
     data = {key: value for key, value in data.items() if value not in (None, [], {}, "")}
     _refuse_unknown(data, _TYPES.keys(), "")
     _check_types(data, _TYPES, "")
-    services = frozenset(_service(name) for name in data.get("services", ()))
+    services = frozenset(_parse_service(name) for name in data.get("services", ()))
     word = data.get("operation", "")
     contains = data.get("command_contains", "")
     operation = word
-    if _is_word(word):
-        operation, *others = _operations(word, _named_service(contains))
+    if _is_cli_word(word):
+        operation, *others = _find_operations(word, _named_service(contains))
         contains = ""
         if others:
             raise TaskError(f"operation {word!r} belongs to several services; name one of them")
@@ -196,10 +247,10 @@ def parse_criteria(data: Mapping[str, Any]) -> Criteria:
         operation=operation,
         params=data.get("params", {}),
         command_contains=contains,
-        resource=_resource(data["resource_exists"], word) if "resource_exists" in data else None,
-        steps=tuple(_step(step, services) for step in data.get("steps", ())),
+        resource=_parse_resource(data["resource_exists"], word) if "resource_exists" in data else None,
+        steps=tuple(_parse_step(step, services) for step in data.get("steps", ())),
         services=services,
-        state_checks=tuple(map(_state_check, data.get("state_checks", ()))),
+        state_checks=tuple(map(_parse_state_check, data.get("state_checks", ()))),
     )
     if not (criteria.operation or criteria.command_contains or criteria.steps or criteria.checks):
         raise TaskError("task.success_criteria names no operation, resource, steps or state checks")
@@ -224,11 +275,13 @@ def _check_types(data: Mapping[str, Any], types: Mapping[str, type], where: str)
             raise TaskError(f"task.success_criteria{where}.{key} is not of type {kind.__name__}")
 
 
-def _is_word(operation: str) -> bool:
+def _is_cli_word(operation: str) -> bool:
+    """Return whether an operation is given in the words of the CLI ("create-table")."""
     return operation != "" and ":" not in operation
 
 
-def _service(name: Any) -> str:
+def _parse_service(name: Any) -> str:
+    """Return botocore's name of a service. Raises TaskError for a service that is not available."""
     if not isinstance(name, str):
         raise TaskError("a service of task.success_criteria is not a text")
     service = _SERVICES.get(name, name)
@@ -238,25 +291,29 @@ def _service(name: Any) -> str:
 
 
 def _named_service(text: str) -> frozenset[str]:
-    """Return the service that ``command_contains`` names; none where it names something else."""
+    """Return the service that ``command_contains`` names; empty if it is another text."""
     if _table_name(_SERVICES.get(text, text)) in ALLOWED or (text.isidentifier() and text.islower()):
-        return frozenset({_service(text)})
+        return frozenset({_parse_service(text)})
     return frozenset()
 
 
 def _table_name(service: str) -> str:
+    """Return the name of a service in the table of commands."""
     return "s3api" if service == "s3" else service
 
 
-def _operations(word: str, services: frozenset[str]) -> list[str]:
-    """List every operation that the CLI calls ``word``, as evidence names it, in these services (none: in all of them).
-    Raises TaskError where there is none that an agent may use."""
+def _find_operations(word: str, services: frozenset[str]) -> list[str]:
+    """Return all operations that the CLI calls ``word`` within these services (none: in all
+    services).
+
+    Raises TaskError if there is none that an agent may use.
+    """
     if word in _S3_WORDS and services <= {"s3"}:
         return [f"s3:{_S3_WORDS[word]}"]
     owners = sorted({_SERVICES.get(owner, owner) for owner, words in ALLOWED.items() if word in words})
     fitting = [owner for owner in owners if owner in services] or ([] if services else owners)
     if not fitting and len(owners) == 1 and not any(word in _api_names(service) for service in services):
-        fitting = owners  # a list of services says what has to be reached, not that nothing else may be used
+        fitting = owners  # ``services`` demands services; it does not forbid the others
     if not fitting:
         where = f" of {', '.join(sorted(services))}" if services else ""
         raise TaskError(f"operation {word[:60]!r}{where} is not available here")
@@ -265,46 +322,50 @@ def _operations(word: str, services: frozenset[str]) -> list[str]:
 
 @cache
 def _api_names(service: str) -> Mapping[str, str]:
-    """Return the CLI's words for the operations of a service that agents may use, with the names in its API. To read a
-    large service takes some 100 ms, once per process."""
+    """Return the API names of a service's operations by their CLI words.
+
+    Reading the model of a large service takes about 100 ms, once per process.
+    """
     model = botocore.loaders.create_loader().load_service_model(service, "service-2")
     return {xform_name(name, "-"): name for name in model["operations"]}
 
 
-def _resource(check: Mapping[str, Any], operation: str) -> ListedResource:
+def _parse_resource(check: Mapping[str, Any], operation: str) -> ListedResource:
     where = ".resource_exists"
     _refuse_unknown(check, {"service", "name"}, where)
     if not all(isinstance(check.get(key), str) for key in ("service", "name")):
         raise TaskError(f"task.success_criteria{where} needs a service and a name")
-    service = _service(check["service"])
-    word = operation if _is_word(operation) else xform_name(operation.partition(":")[2], "-")
-    made = _KINDS.get(f"{service}:{word}", word.partition("-")[2])
-    known = {kind for kind, *_ in LISTINGS.get(service, ())}
-    kind = made if made in known else _USUAL_KINDS.get(service, made)
-    if kind not in known or (service, kind) in _UNNAMED:
+    service = _parse_service(check["service"])
+    word = operation if _is_cli_word(operation) else xform_name(operation.partition(":")[2], "-")
+    created_kind = _KINDS.get(f"{service}:{word}", word.partition("-")[2])
+    listed_kinds = {kind for kind, *_ in LISTINGS.get(service, ())}
+    kind = created_kind if created_kind in listed_kinds else _USUAL_KINDS.get(service, created_kind)
+    if kind not in listed_kinds or (service, kind) in _UNNAMED:
         raise TaskError(f"resource_exists of {check['service']!r} cannot be checked by a name")
     return ListedResource(service, kind, identity(service, check["name"]))
 
 
-def _step(step: Any, services: frozenset[str]) -> Step:
+def _parse_step(step: Any, services: frozenset[str]) -> Step:
     if not isinstance(step, Mapping):
         raise TaskError("a step of task.success_criteria is no object")
     step = {key: value for key, value in step.items() if value is not None}
     _refuse_unknown(step, {"operation", "resource"}, ".steps")
     if not step.get("operation") or not all(isinstance(value, str) for value in step.values()):
         raise TaskError("operation and resource of a step are texts")
-    operation, *also = _operations(step["operation"], services) if _is_word(step["operation"]) else [step["operation"]]
+    operation, *also = (
+        _find_operations(step["operation"], services) if _is_cli_word(step["operation"]) else [step["operation"]]
+    )
     return Step(operation, step.get("resource"), frozenset(also))
 
 
-def _state_check(check: Any) -> CommandCheck:
+def _parse_state_check(check: Any) -> CommandCheck:
     where = ".state_checks"
     if not isinstance(check, Mapping) or not check.get("command"):
         raise TaskError(f"a check of task.success_criteria{where} has no command")
     check = {key: value for key, value in check.items() if value is not None}
     _refuse_unknown(check, _CHECK_TYPES.keys() | {"expected", "description"}, where)
     _check_types(check, _CHECK_TYPES, where)
-    if not check_command(check["command"]).operation.startswith(_LOOKING):
+    if not check_command(check["command"]).operation.startswith(_READ_PREFIXES):
         raise TaskError("the command of a check may only look at what there is")
     path = check.get("json_path", "").removeprefix("$").removeprefix(".")
     try:

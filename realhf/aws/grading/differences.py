@@ -1,8 +1,9 @@
-"""Compares three states of an account: after set-up, as the solution leaves it, and as an agent leaves it.
+"""Comparison of three states of an account: after set-up, after the solution, and after the agent.
 
-A state is a set of *leaves*: resource, path within it and value. The elements of a list are leaves of its path in no
-order. *Wanted* is what the solution adds and removes, *damage* what set-up and solution hold and the agent's account
-does not, *extra* what neither of them holds. Source: docs/reference/environment.md 7.
+A state is a set of *leaves*: resource, path within it and value. The elements of a list are leaves
+of the list's path, without order. *Wanted* is what the solution adds and removes; *damage* is what
+set-up and solution both have and the agent's account lacks; *extra* is what neither of them has.
+Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -16,26 +17,37 @@ from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import Any
 
-from realhf.aws.grading.companions import Companions, companions_of, narrowed_trusts
-from realhf.aws.grading.leftovers import OWN, Leaf, left_over, mentions
+from realhf.aws.grading.companions import CompanionGrants, find_companions, narrow_trust_policies
+from realhf.aws.grading.leftovers import OWN, Leaf, find_leftovers, mentions_any
 from realhf.aws.grading.meanings import Member, is_setting, only_describes
 from realhf.aws.grading.policy_comparison import Gain, Policies, TooManySteps
 from realhf.aws.grading.rights import Rights, RightsChange, compare_rights, read_rights
-from realhf.aws.grading.sent_settings import Deed, Settings, deeds_between, last_sent, member_table, sent_otherwise
+from realhf.aws.grading.sent_settings import (
+    SentWrite,
+    Settings,
+    build_settings,
+    build_writes,
+    find_differing_settings,
+    member_table,
+)
 from realhf.aws.grading.snapshot import Key, Snapshot
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
 _ANYBODY = re.compile(r"global/AllUsers|AuthenticatedUsers|public-read|authenticated-read")
+"""Values that grant access to everybody."""
 _ANYWHERE = re.compile(r'"(0\.0\.0\.0/0|::/0)"')
+"""Address ranges that include the whole internet."""
 _OPEN_WHEN_TRUE = re.compile(r"(PubliclyAccessible|publiclyAccessible|MapPublicIpOnLaunch|privilegedMode)$")
+"""Members that open a resource to others when true."""
 _OPEN_WHEN_FALSE = re.compile(
     r"(DeletionProtection\w*|StorageEncrypted|Encrypted|encrypted|BlockPublic\w*|IgnorePublicAcls|RestrictPublicBuckets"
     r"|EnableLogFileValidation|IsLogging|deletion_protection\.enabled)$"
 )
+"""Members that remove a protection when false."""
 
 
 def is_opening(key: Key, path: str, value: str) -> bool:
-    """Return whether a value (as JSON) at a path of a resource opens something."""
+    """Return whether a value (as JSON) at a path of a resource weakens its protection."""
     field = path.removesuffix("[]").rpartition("/")[2]
     if key[0] == "iam" and path in ("AttachedPolicies[]", "Users[]"):
         return True
@@ -51,8 +63,8 @@ def is_opening(key: Key, path: str, value: str) -> bool:
 
 
 def is_disabling(path: str, value: str) -> bool:
-    """Return whether a value (as JSON) that was added at a path keeps a resource from working: a function that may not
-    run at all, or a policy that denies something whatever the conditions."""
+    """Return whether a value (as JSON) added at a path stops a resource from working: a concurrency
+    of zero, or a policy with an unconditional denial."""
     if path == "concurrency":
         return value in ("0", '"0"')
     if not path.endswith("{policy}"):
@@ -62,158 +74,195 @@ def is_disabling(path: str, value: str) -> bool:
 
 
 Wanted = tuple[str, Leaf]
-"""``+`` and a leaf that should be there, or ``-`` and one that should not."""
+"""``+`` and a leaf that should exist, or ``-`` and a leaf that should not."""
 _TOKEN = re.compile(f"{DRAWN}([^{DRAWN}{END_DRAWN}]*){END_DRAWN}")
+"""A generated text with its marks; group 1 is the text."""
 References = Mapping[str, Sequence[tuple[Key, str, str]]]
-"""Leaves, by the drawn names in them."""
+"""Leaves that contain a generated name, by name."""
 _ANY = f"{DRAWN}{END_DRAWN}"
-"""Stands for a drawn text that names nothing."""
+"""Stands for a generated text that names no resource."""
 _POLICY = "{policy}"
-"""Ends the path of a policy, which is one leaf."""
+"""End of the path of a policy, which is one leaf."""
 _VERBATIM = "{verbatim}"
-"""Path of all that a resource says, where words count."""
+"""Path of the leaf with the whole content of a resource that is compared word for word."""
 _NAME = re.compile(r"^(config/)?(name|[A-Za-z]*Name|[A-Za-z]*Identifier|CreationToken)$")
+"""Paths of the names that whoever made a resource gave it."""
 _NAME_TAG = '{"Key":"Name",'
+"""Beginning of the tag that names a resource."""
 _USUAL_ENCRYPTION = '{"ApplyServerSideEncryptionByDefault":[{"SSEAlgorithm":["AES256"]}]}'
+"""Encryption that AWS gives to every new bucket."""
 _OF_AWS = frozenset({"", "default"})
+"""Identities that AWS gives to many resources."""
 _VERSIONS = (None, "2008-10-17", "2012-10-17")
-"""Of the language of policies: AWS takes no others, the simulator takes any."""
+"""Versions of the policy language; AWS accepts no others, the simulator accepts any."""
 
 
 @dataclass(frozen=True)
 class Freedom:
-    """Says what an agent may choose. ``free``: (service/kind, path, values to choose among) of fields;
-    ``may_change``: globs of service/kind/identity; ``verbatim``: service/kind whose policies count word for word.
-    A path has steps divided by dots, in quotes where a name has one. Values are divided by "|": a glob, bounds of a
-    number ("1..9"), or what there is of a kind ("@service/kind")."""
+    """The choices that a task leaves to an agent.
+
+    A path has steps separated by dots, quoted if a name contains a dot. Values are separated by
+    "|": a glob, bounds of a number ("1..9"), or the resources of a kind ("@service/kind").
+    """
 
     free: tuple[tuple[str, str, str], ...] = ()
+    """(service/kind, path, values to choose from) of free fields."""
     may_change: tuple[str, ...] = ()
+    """Globs of service/kind/identity of set-up resources that may change."""
     verbatim: tuple[str, ...] = ()
+    """Kinds ("service/kind") whose policies are compared word for word."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Holds the account after set-up, and after each command of a solution that was played in it."""
+    """The account after set-up, and after each command of a solution that was played in it."""
 
     start: Snapshot
+    """The account after set-up."""
     states: tuple[Snapshot, ...]
+    """The account after each command."""
     operations: tuple[tuple[str, ...], ...] = ()
     """Operations that each command sent, as "service:Operation"."""
     arguments: tuple[tuple[Mapping[str, Any], ...], ...] = ()
     """Arguments of these operations."""
     others: tuple[Snapshot, ...] = ()
-    """The account as other solutions leave it: a policy between two of them is as good as they are."""
-    setup: tuple[Deed, ...] = ()
-    """The requests of the set-up, in every account of the task."""
+    """The account after other solutions. A policy between two of them is as good as they are."""
+    setup: tuple[SentWrite, ...] = ()
+    """The requests of the set-up, which are the same in every account of the task."""
 
     @property
     def end(self) -> Snapshot:
-        """The account as the solution leaves it."""
+        """The account after the solution."""
         return self.states[-1]
 
     @property
-    def deeds(self) -> list[Deed]:
+    def writes(self) -> list[SentWrite]:
         """The requests of the set-up and of the solution."""
-        found = list(self.setup)
+        writes = list(self.setup)
         before = self.start
         for state, operations, arguments in zip(self.states, self.operations, self.arguments, strict=False):
-            found += deeds_between(before, state, zip(operations, arguments, strict=True))
+            writes += build_writes(before, state, zip(operations, arguments, strict=True))
             before = state
-        return found
+        return writes
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Holds what keeps an account from its target, in words. ``missing``: what is wanted and not so, ``damage``: what
-    was and is not, ``gone``: of it, whole resources that are gone or were made anew; ``openings`` and ``extra``: what
-    nobody asked for; ``left``: of it, whole resources that the agent has left behind; ``unkept``: what was asked
-    otherwise than by the solution, and is not kept by the simulator."""
+    """The differences between an account and its target, as texts."""
 
     missing: tuple[str, ...] = ()
+    """Wanted leaves and rights that the account lacks."""
     damage: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
+    """Leaves of set-up and solution that the account lacks."""
+    removed: tuple[str, ...] = ()
+    """Resources of set-up and solution that are removed or replaced."""
     openings: tuple[str, ...] = ()
+    """Weakened protections and additional access."""
     extra: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
-    unkept: tuple[str, ...] = ()
+    """Leaves that neither set-up nor solution has."""
+    left_behind: tuple[str, ...] = ()
+    """Resources that the agent has left behind."""
+    differing_requests: tuple[str, ...] = ()
+    """Requests that differ from the solution's in members that the simulator drops."""
 
     @property
-    def none(self) -> bool:
-        """Whether there is no difference that counts."""
-        counted = (self.missing, self.damage, self.gone, self.openings, self.extra, self.left, self.unkept)
-        return not any(counted)
+    def is_empty(self) -> bool:
+        """Whether there are no differences."""
+        return not any(
+            (
+                self.missing,
+                self.damage,
+                self.removed,
+                self.openings,
+                self.extra,
+                self.left_behind,
+                self.differing_requests,
+            )
+        )
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Judges an account. ``held``: the wanted leaves that it holds, ``progress`` their share by parts, in [0, 1];
-    ``harms``: what was harmed, as far as an agent has to answer for it."""
+class AccountVerdict:
+    """The verdict about an account."""
 
     achieved: bool
+    """Whether the task is achieved."""
     progress: float
+    """Share of the parts of the solution that are done, in [0, 1]."""
     harms: frozenset[str]
+    """Harm that the agent answers for, as texts."""
     differences: Differences
+    """The differences from the target."""
     held: frozenset[str] = frozenset()
+    """Wanted leaves that the account satisfies, as texts."""
     parts: tuple[int, ...] = ()
-    """Places of the solution's commands whose part is there."""
-    spoilt: frozenset[str] = frozenset()
-    """What stands where something is wanted, and is neither that, nor what was there, nor what leads to it."""
+    """Indices of the solution's commands whose part is done."""
+    wrong_values: frozenset[str] = frozenset()
+    """Values in wanted places that are neither wanted nor part of the set-up or of an intermediate
+    state."""
 
     @property
-    def only_left(self) -> bool:
-        """Whether all is as asked but for what the agent has left behind."""
-        found = self.differences
-        return bool(found.left) and replace(found, left=(), extra=()).none
+    def only_leftovers(self) -> bool:
+        """Whether the only differences are resources that the agent has left behind."""
+        differences = self.differences
+        return bool(differences.left_behind) and replace(differences, left_behind=(), extra=()).is_empty
 
-    def words(self) -> list[str]:
-        """Return, for the author of a task, what keeps it from being achieved."""
-        found = self.differences
-        named = (("missing", found.missing), ("damaged", found.damage), ("gone or made anew", found.gone))
-        named += (("opened", found.openings), ("not asked for", found.extra), ("left behind", found.left))
-        named += (("asked otherwise", found.unkept),)
-        return [f"{what}: {text}" for what, texts in named for text in texts]
+    def describe(self) -> list[str]:
+        """Describe, for the author of a task, what keeps it from being achieved."""
+        differences = self.differences
+        labelled = (
+            ("missing", differences.missing),
+            ("damaged", differences.damage),
+            ("gone or made anew", differences.removed),
+            ("opened", differences.openings),
+            ("not asked for", differences.extra),
+            ("left behind", differences.left_behind),
+            ("asked otherwise", differences.differing_requests),
+        )
+        return [f"{label}: {text}" for label, texts in labelled for text in texts]
 
 
 class Goal:
-    """Holds what a target asks of every episode of its instance, computed once. ``asks_nothing``: whether the set-up is
-    as good as what the solution leaves."""
+    """The demands of a target on every episode of its task instance, computed once."""
 
     def __init__(self, target: Target, freedom: Freedom) -> None:
         self.target = target
         self.freedom = freedom
-        self.read = _Reading(target, freedom)
+        self.read = _LeafReader(target, freedom)
         states = [self.read.leaves(state, {}) for state in (target.start, *target.states)]
         self.first = states[0]
         self.last = states[-1]
-        self.passed = set[Leaf]().union(*states)
-        """What the solution itself passes through: a trail that is made does not log yet."""
+        self.intermediate = set[Leaf]().union(*states)
+        """Leaves of all states of the solution: a new trail, for example, does not log at first."""
         self.wanted = {("+", leaf) for leaf in self.last - self.first}
         self.wanted |= {("-", leaf) for leaf in self.first - self.last}
-        self.parts = _parts(self.wanted, states)
+        self.parts = _split_parts(self.wanted, states)
         self.places = {leaf[:2] for _, leaf in self.wanted}
+        """(resource, path) of the wanted leaves."""
         self._policies = {leaf[:2]: leaf for leaf in self.first if leaf[1].endswith(_POLICY)}
         self._policies |= {leaf[:2]: leaf for leaf in self.last if leaf[1].endswith(_POLICY)}
-        self._as_good: dict[tuple[Key, str], list[str]] = {}
+        self._alternatives: dict[tuple[Key, str], list[str]] = {}
+        """Policies that are as good as the solution's, by (resource, path)."""
         for other in target.others:
             for key, path, value, _ in self.read.leaves(other, {}) - self.last:
                 if path.endswith(_POLICY):
-                    self._as_good.setdefault((key, path), []).append(value)
+                    self._alternatives.setdefault((key, path), []).append(value)
         made = {leaf[0] for leaf in self.last} - {leaf[0] for leaf in self.first}
-        for key, policies in narrowed_trusts(target.end.resources).items():
+        for key, policies in narrow_trust_policies(target.end.resources).items():
             if key in made:
                 place = (key, f"AssumeRolePolicyDocument{_POLICY}")
-                self._as_good.setdefault(place, []).extend(json.dumps(_without_ids(policy)) for policy in policies)
-        self.asks_nothing = {self.meant(leaf) for leaf in self.first} == self.last
+                self._alternatives.setdefault(place, []).extend(json.dumps(_without_ids(policy)) for policy in policies)
+        self.is_trivial = {self.normalize_policy(leaf) for leaf in self.first} == self.last
+        """Whether the account after set-up is already as good as after the solution."""
 
     @cached_property
     def settings(self) -> Settings:
-        """What set-up and solution sent last of each member of a request."""
-        return last_sent(self.target.deeds, member_table())
+        """The settings that set-up and solution sent last."""
+        return build_settings(self.target.writes, member_table())
 
     @cached_property
     def rights(self) -> tuple[Rights, Rights]:
-        """Who may do what before the solution and after it."""
+        """The rights in the account before the solution and after it."""
         before, wanted = (
             read_rights(state.resources, lambda text: _TOKEN.sub(r"\1", text))
             for state in (self.target.start, self.target.end)
@@ -221,167 +270,181 @@ class Goal:
         return before, wanted
 
     @cached_property
-    def companions(self) -> Companions:
-        """The grants that AWS needs for what the solution wires."""
-        return companions_of(self.target.end.resources, self.rights[1], lambda text: _TOKEN.sub(r"\1", text))
+    def companions(self) -> CompanionGrants:
+        """The grants that AWS requires for what the solution connects."""
+        return find_companions(self.target.end.resources, self.rights[1], lambda text: _TOKEN.sub(r"\1", text))
 
-    def meant(self, leaf: Leaf) -> Leaf:
-        """Return a leaf, or where it is a policy that means the same the one that it should be."""
+    def normalize_policy(self, leaf: Leaf) -> Leaf:
+        """Return a leaf; a policy that means the same as the target's is replaced by the target's
+        leaf."""
         if not leaf[1].endswith(_POLICY):
             return leaf
         wanted = self._policies.get(leaf[:2])
         if wanted is None or wanted[2] == leaf[2]:
             return leaf
-        accepted = [wanted[2], *self._as_good.get(leaf[:2], ())] if wanted in self.last else [wanted[2]]
-        between = any(_lies_between(*leaf[:2], low, leaf[2], high) for low in accepted for high in accepted)
+        accepted = [wanted[2], *self._alternatives.get(leaf[:2], ())] if wanted in self.last else [wanted[2]]
+        between = any(_is_policy_between(*leaf[:2], low, leaf[2], high) for low in accepted for high in accepted)
         return wanted if between else leaf
 
 
-class Comparison:
-    """Judges the states of one episode, which began with ``start``."""
+class EpisodeComparison:
+    """Compares the states of one episode, which began with ``start``, with a goal."""
 
     def __init__(self, start: Snapshot, goal: Goal) -> None:
         self.goal = goal
-        if start == goal.target.start:  # as a rule, because both worlds were made with the same seed
-            self._renamed = {token: token for token in _identifying([start])}
+        # The starts are usually equal, because both accounts were set up with the same seed.
+        if start == goal.target.start:
+            self._start_names = {token: token for token in _generated_names([start])}
         else:
-            self._renamed = _matching(start, goal.target.start, {})
-        self._before = {_renamed_key(key, self._renamed): serial for key, serial in start.serials.items()}
+            self._start_names = _match_names(start, goal.target.start, {})
+        self._start_serials = {_rename_key(key, self._start_names): serial for key, serial in start.serials.items()}
 
-    def judge(self, end: Snapshot, sent: Sequence[Deed] | None = None) -> Verdict:
-        """Return the verdict about an account that these requests led to; None: it keeps whatever it was asked."""
+    def judge(self, end: Snapshot, sent: Sequence[SentWrite] | None = None) -> AccountVerdict:
+        """Return the verdict about the account ``end``.
+
+        ``sent``: the agent's writes, whose members that the simulator drops are compared as well.
+        None for an account that keeps all members.
+        """
         goal = self.goal
         first = self.goal.first
         last = self.goal.last
-        names = _matching(end, goal.target.end, self._renamed)
-        names |= {token: f"{OWN}{token}" for token in _identifying([end]) if token not in names}
-        now = {goal.meant(leaf) for leaf in goal.read.leaves(end, names)}
-        still = list[str]()
-        opened = list[str]()
-        more = list[str]()
+        names = _match_names(end, goal.target.end, self._start_names)
+        names |= {token: f"{OWN}{token}" for token in _generated_names([end]) if token not in names}
+        now = {goal.normalize_policy(leaf) for leaf in goal.read.leaves(end, names)}
+        kept_rights = list[str]()
+        gained_rights = list[str]()
+        new_resource_rights = list[str]()
         if now != last:
             rights = read_rights(
                 end.resources, lambda text: _TOKEN.sub(lambda match: names.get(match[1], match[1]), text)
             )
-            grants = self._grants(now)  # as a rule there are none, and the larger comparison is spared
+            # Usually there are no such grants, and the comparison with the larger rights is saved.
+            grants = self._find_companion_grants(now)
             beyond = compare_rights(goal.companions.rights if grants else goal.rights[1], rights)
-            still, opened, more = self._rights(rights, beyond)
+            kept_rights, gained_rights, new_resource_rights = self._find_excess_rights(rights, beyond)
             now = self._without_companions(now, grants, rights, beyond) if grants else now
         held = {(sign, leaf) for sign, leaf in goal.wanted if (leaf in now) == (sign == "+")}
-        gone = self._gone(end, names)
-        damage = {leaf for leaf in (first & last) - now if leaf[0] not in gone and not self._may_change(leaf[0])}
-        openings, disabled, extra, left = self._extras(now, end.said)
-        openings = openings + opened
-        extra = extra + more
-        told = Differences(
-            missing=_told([*(f"{sign} {_said(leaf)}" for sign, leaf in goal.wanted - held), *still]),
-            damage=_told([*map(_said, damage), *disabled]),
-            gone=_told("/".join(key) for key in gone),
-            openings=_told(openings),
-            extra=_told(extra),
-            left=_told("/".join(key) for key in left),
+        removed = self._find_removed(end, names)
+        damage = {leaf for leaf in (first & last) - now if leaf[0] not in removed and not self._may_change(leaf[0])}
+        openings, disabled, extra, left_behind = self._find_extras(now, end.transcript)
+        missing = [f"{sign} {_format_leaf(leaf)}" for sign, leaf in goal.wanted - held]
+        differences = Differences(
+            missing=_sort_texts([*missing, *kept_rights]),
+            damage=_sort_texts([*map(_format_leaf, damage), *disabled]),
+            removed=_sort_texts("/".join(key) for key in removed),
+            openings=_sort_texts([*openings, *gained_rights]),
+            extra=_sort_texts([*extra, *new_resource_rights]),
+            left_behind=_sort_texts("/".join(key) for key in left_behind),
         )
-        if told.none and sent is not None:  # of an account that is wrong anyway nobody needs to know it
-            told = replace(told, unkept=_told(self._unkept(end, sent, names)))
-        return Verdict(
-            achieved=told.none,
-            progress=_progress([part[1] <= held for part in goal.parts], not told.none),
-            harms=frozenset([*told.gone, *told.openings, *told.damage]),
-            differences=told,
-            held=frozenset(f"{sign} {_said(leaf)}" for sign, leaf in held),
+        if differences.is_empty and sent is not None:  # needless for an account that is wrong anyway
+            requests = self._find_differing_requests(end, sent, names)
+            differences = replace(differences, differing_requests=_sort_texts(requests))
+        return AccountVerdict(
+            achieved=differences.is_empty,
+            progress=_compute_progress([part[1] <= held for part in goal.parts], not differences.is_empty),
+            harms=frozenset([*differences.removed, *differences.openings, *differences.damage]),
+            differences=differences,
+            held=frozenset(f"{sign} {_format_leaf(leaf)}" for sign, leaf in held),
             parts=tuple(command for command, part in goal.parts if part <= held),
-            spoilt=frozenset(_said(leaf) for leaf in now - goal.passed if leaf[:2] in goal.places),
+            wrong_values=frozenset(_format_leaf(leaf) for leaf in now - goal.intermediate if leaf[:2] in goal.places),
         )
 
-    def _unkept(self, end: Snapshot, sent: Sequence[Deed], names: Mapping[str, str]) -> list[str]:
-        """Return what was asked otherwise than by the solution and is not kept."""
+    def _find_differing_requests(self, end: Snapshot, sent: Sequence[SentWrite], names: Mapping[str, str]) -> list[str]:
+        """Describe the settings that the simulator drops and that differ from the solution's."""
         others = {mine: its for mine, its in names.items() if mine != its}
         pattern = re.compile("|".join(map(re.escape, sorted(others, key=len, reverse=True))))
-        settings = last_sent(
+        settings = build_settings(
             [*self.goal.target.setup, *sent],
             member_table(),
             (lambda text: pattern.sub(lambda match: others[match[0]], text)) if others else str,
         )
         target = self.goal.target.end.resources
-        return sent_otherwise(settings, self.goal.settings, end.resources, target)
+        return find_differing_settings(settings, self.goal.settings, end.resources, target)
 
-    def _gone(self, end: Snapshot, names: Mapping[str, str]) -> set[Key]:
-        """Return the resources that set-up and target have, and that are gone or were made anew."""
-        there = {_renamed_key(key, names): serial for key, serial in end.serials.items()}
-        made = self.goal.target.start.serials
-        kept = self.goal.target.end.serials
+    def _find_removed(self, end: Snapshot, names: Mapping[str, str]) -> set[Key]:
+        """Return the resources of set-up and target that are removed or replaced."""
+        end_serials = {_rename_key(key, names): serial for key, serial in end.serials.items()}
+        target_start = self.goal.target.start.serials
+        target_end = self.goal.target.end.serials
         return {
             key
-            for key, serial in made.items()
-            if kept.get(key) == serial and there.get(key) != self._before.get(key)
+            for key, serial in target_start.items()
+            if target_end.get(key) == serial and end_serials.get(key) != self._start_serials.get(key)
             if not (is_setting(key) or self._may_change(key))
         }
 
     def _may_change(self, key: Key) -> bool:
+        """Return whether the task permits changes of a resource."""
         return any(fnmatchcase("/".join(key), glob) for glob in self.goal.freedom.may_change)
 
-    def _extras(self, now: Set[Leaf], said: str | None) -> tuple[list[str], list[str], list[str], set[Key]]:
-        """Return the openings, what disables something of the set-up and other extras that are not harmless, in words,
-        and the resources that are left over."""
+    def _find_extras(self, now: Set[Leaf], transcript: str | None) -> tuple[list[str], list[str], list[str], set[Key]]:
+        """Return the extra leaves that matter, and the resources that are left behind.
+
+        The three lists of texts are: openings, values that disable a resource of the set-up, and
+        other extras.
+        """
         goal = self.goal
         before = {(leaf[0][0], leaf[0][2]) for leaf in goal.first}
         made = {leaf[0] for leaf in goal.first}
         known = {leaf[0] for leaf in goal.last} | made
-        held: dict[tuple[str, str], set[str]] = {}
+        kinds_by_name: dict[tuple[str, str], set[str]] = {}  # kinds by service and name
         for key in known:
             for name in (key[2], re.split("[/:]", key[2])[-1]):
-                held.setdefault((key[0], name), set()).add(key[1])
+                kinds_by_name.setdefault((key[0], name), set()).add(key[1])
         users = {key[2] for key in known if key[:2] == ("iam", "users")}
         openings = []
         disabled = []
         extra = []
         own: dict[Key, list[Leaf]] = {}
         for leaf in now - goal.last - goal.first:
-            if _is_usual(leaf) and ("s3", "buckets", leaf[0][2]) not in made:
+            if _is_aws_default(leaf) and ("s3", "buckets", leaf[0][2]) not in made:
                 continue
             if leaf[0] not in known:
                 own.setdefault(leaf[0], []).append(leaf)
             elif is_opening(*leaf[:3]):
-                (extra if leaf in goal.passed else openings).append(leaf)
+                (extra if leaf in goal.intermediate else openings).append(leaf)
             elif (leaf[0][0], leaf[0][2]) in before and is_disabling(*leaf[1:3]):
                 disabled.append(leaf)
             elif not only_describes(leaf[0], leaf[1]):
                 extra.append(leaf)
         for key, leaves in own.items():
-            if key[:2] == ("iam", "access_keys") and any(mentions(leaf[2], users) for leaf in leaves):
+            if key[:2] == ("iam", "access_keys") and any(mentions_any(leaf[2], users) for leaf in leaves):
                 openings += leaves
-            elif _is_part(key, held):
+            elif _is_part(key, kinds_by_name):
                 if any(is_opening(*leaf[:3]) for leaf in leaves):
                     openings += leaves
                 elif (key[0], key[2]) in before and any(is_disabling(*leaf[1:3]) for leaf in leaves):
                     disabled += leaves
                 elif is_setting(key):
                     extra += [leaf for leaf in leaves if not only_describes(*leaf[:2])]
-        left: set[Key] = set()
+        left_behind: set[Key] = set()
         if own:
             wanted = {leaf[0] for leaf in goal.last} - made
-            left = left_over(own, (leaf for leaf in now if leaf[0] in known), wanted, said)
-        return [*map(_said, openings)], [*map(_said, disabled)], [*map(_said, extra)], left
+            left_behind = find_leftovers(own, (leaf for leaf in now if leaf[0] in known), wanted, transcript)
+        return [*map(_format_leaf, openings)], [*map(_format_leaf, disabled)], [*map(_format_leaf, extra)], left_behind
 
-    def _grants(self, now: Set[Leaf]) -> dict[Leaf, str]:
-        """Return the policies that the target has not and that may be companions, with whose they are."""
+    def _find_companion_grants(self, now: Set[Leaf]) -> dict[Leaf, str]:
+        """Return the policies beyond the target that may be companion grants, with their holders."""
         allowed = self.goal.companions
-        found = dict[Leaf, str]()
+        holders = dict[Leaf, str]()
         for leaf in now - self.goal.last:
             key, path = leaf[:2]
             if path.endswith(_POLICY) and key[0] != "iam":
                 name = _TOKEN.sub(r"\1", "/".join(filter(None, (*key, path.removesuffix(_POLICY)))))
                 if name in allowed.policies:
-                    found[leaf] = name
+                    holders[leaf] = name
             elif key in allowed.roles and (path.startswith("InlinePolicies/") or path == "AttachedPolicies[]"):
-                found[leaf] = allowed.roles[key]
-        return found
+                holders[leaf] = allowed.roles[key]
+        return holders
 
     def _without_companions(
         self, now: set[Leaf], grants: Mapping[Leaf, str], rights: Rights, beyond: RightsChange
     ) -> set[Leaf]:
-        """Return the leaves of an account without those ``grants`` that allow no more than AWS needs for what the
-        solution wires; a policy of the target that allows this as well is as in the target."""
+        """Return the leaves of an account without the companion grants.
+
+        Grants that allow no more than AWS requires for the solution's connections are dropped. A
+        policy of the target that also contains such a grant is replaced by the target's.
+        """
         wanted = self.goal.rights[1]
         more = {one.holder for one in beyond.more} | set(beyond.unread)
         less = {one.holder for one in compare_rights(rights, wanted).more}
@@ -412,81 +475,93 @@ class Comparison:
                 given |= leaves - self.goal.last
         return (now - given) | added
 
-    def _rights(self, now: Rights, beyond: RightsChange) -> tuple[list[str], list[str], list[str]]:
-        """Return who may do more than in the target: by what was so before, by whatever way it stays so, and who gained
-        it since, those who were there before, users and roles that are new, and anybody by a new resource. What else a
-        new resource allows is its own matter. Whose rights take too long to be compared counts among the first."""
+    def _find_excess_rights(self, now: Rights, beyond: RightsChange) -> tuple[list[str], list[str], list[str]]:
+        """Describe the rights beyond the target: (missing changes, openings, extras).
+
+        The first are rights that existed before and still do, and holders whose comparison takes
+        too long. The second are rights gained since by existing holders, new users and new roles.
+        The third are rights that a new resource gives to everybody; other rights to a new resource
+        are not counted.
+        """
         keys = {leaf[0] for leaf in self.goal.first | self.goal.last}
         known = {(service, _TOKEN.sub(r"\1", f"{identity}/")) for service, _, identity in keys}
         before, wanted = self.goal.rights
         if now in (wanted, before):
             return [], [], []
-        had = compare_rights(before, now)
-        more = {one.holder for one in had.more} | set(had.unread)
-        found = [one for one in beyond.more if one.holder in more]
-        own = [one for one in found if one.new and not _hangs_on(one.holder, known)]
-        still = [f"still: {one}" for one in beyond.more if one.holder not in more]
+        since_setup = compare_rights(before, now)
+        changed_holders = {one.holder for one in since_setup.more} | set(since_setup.unread)
+        gained = [one for one in beyond.more if one.holder in changed_holders]
+        of_new_resources = [one for one in gained if one.new and not _is_attached_to(one.holder, known)]
+        still = [f"still: {one}" for one in beyond.more if one.holder not in changed_holders]
         return (
             [*still, *(f"too much to compare: {holder}" for holder in beyond.unread)],
-            [f"{one}" for one in found if one not in own],
-            [f"{one}" for one in own if not one.gain.principal or _lets_everybody_in(one.gain)],
+            [f"{one}" for one in gained if one not in of_new_resources],
+            [f"{one}" for one in of_new_resources if not one.gain.principal or _admits_everybody(one.gain)],
         )
 
 
 def _denies(now: Mapping[str, Policies], wanted: Mapping[str, Policies], holder: str) -> bool:
-    """Return whether a holder's policies have a denial that is not wanted."""
+    """Return whether a holder's policies contain a denial that the target does not have."""
     known = wanted.get(holder, Policies()).statements
     return any(not one.allow and one not in known for one in now.get(holder, Policies()).statements)
 
 
-def _lets_everybody_in(gain: Gain) -> bool:
-    """Return whether a gain is for all the world; conditions narrow the policy that a topic has by itself."""
+def _admits_everybody(gain: Gain) -> bool:
+    """Return whether a gain is for everybody without conditions.
+
+    A demand for TLS does not count as a condition; other conditions restrict the default policy of
+    a topic.
+    """
     narrowed = any(not condition.lower().startswith("aws:securetransport ") for condition in gain.conditions)
     return gain.principal in ("*", "AWS:*") and not narrowed
 
 
-def _hangs_on(holder: str, known: Iterable[tuple[str, str]]) -> bool:
-    """Return whether a policy hangs on a resource that is ``known`` by service and identity."""
+def _is_attached_to(holder: str, known: Iterable[tuple[str, str]]) -> bool:
+    """Return whether a policy is attached to a resource that is ``known`` by service and identity."""
     service, _, path = holder.partition("/")
     where = f"{path.partition('/')[2]}/"
     return any(service == its and where.startswith(identity) for its, identity in known)
 
 
-def _is_usual(leaf: Leaf) -> bool:
-    """Return whether AWS gives it to every new bucket, and the simulator to none that nobody gave it."""
+def _is_aws_default(leaf: Leaf) -> bool:
+    """Return whether AWS gives a leaf to every new bucket, which the simulator does not."""
     key, path, value, _ = leaf
     if key[:2] == ("s3", "bucket_encryption"):
         return (path, value) in (("", "{}"), ("Rule[]", _USUAL_ENCRYPTION))
     return key[:2] == ("s3", "buckets") and path.startswith("_public_access_block/") and value == '"true"'
 
 
-def _is_part(key: Key, held: Mapping[tuple[str, str], Set[str]]) -> bool:
-    """Return whether a resource is called after one of another kind that was ``held``, or lies in it by its name."""
+def _is_part(key: Key, kinds_by_name: Mapping[tuple[str, str], Set[str]]) -> bool:
+    """Return whether a resource belongs to one of another kind, by its name or its path."""
     ends = [match.start() for match in re.finditer("[/:|]", key[2])]
     names = [key[2][:end] for end in (*ends, None)]
-    return any(held.get((key[0], name), set()) - {key[1]} for name in names if name not in _OF_AWS)
+    return any(kinds_by_name.get((key[0], name), set()) - {key[1]} for name in names if name not in _OF_AWS)
 
 
-def _parts(wanted: Set[Wanted], states: Sequence[Set[Leaf]]) -> list[tuple[int, set[Wanted]]]:
-    """Return, by the place of the command of the solution that brought them to stay, what is wanted."""
+def _split_parts(wanted: Set[Wanted], states: Sequence[Set[Leaf]]) -> list[tuple[int, set[Wanted]]]:
+    """Return the wanted leaves by the index of the solution's command that established them for
+    good."""
     parts = []
-    left = set(wanted)
+    remaining = set(wanted)
+    # Backwards: a leaf belongs to the last command before which it was still wrong.
     for place, before in reversed(list(enumerate(states[:-1]))):
-        brought = {(sign, leaf) for sign, leaf in left if (leaf in before) != (sign == "+")}
-        left -= brought
-        if brought:
-            parts.append((place, brought))
+        part = {(sign, leaf) for sign, leaf in remaining if (leaf in before) != (sign == "+")}
+        remaining -= part
+        if part:
+            parts.append((place, part))
     return parts[::-1]
 
 
-def _lies_between(key: Key, path: str, low: str, found: str, high: str) -> bool:
-    """Return whether a policy allows all that one does, and nothing that another does not; with the same policy twice,
-    whether it means the same."""
+def _is_policy_between(key: Key, path: str, low: str, found: str, high: str) -> bool:
+    """Return whether a policy allows all that ``low`` allows and nothing that ``high`` does not.
+
+    If ``low`` equals ``high``: whether it has the same meaning.
+    """
     try:
         documents = [json.loads(text) for text in (low, found, high)]
         if documents[1].get("Version") not in (*_VERSIONS, documents[0].get("Version")):
             return False
-        least, there, most = (_rights_by(key, path, document) for document in documents)
+        least, there, most = (_rights_of_policy(key, path, document) for document in documents)
         changes = compare_rights(there, least), compare_rights(most, there)
         if low == high:
             return not any(change.changed or change.unread for change in changes)
@@ -495,11 +570,14 @@ def _lies_between(key: Key, path: str, low: str, found: str, high: str) -> bool:
         return False
 
 
-def transferred(target: Target, start: Snapshot) -> Target:
-    """Return a target as it is in another account: what the solution changes, done to ``start``. Texts that are drawn
-    stand for what is most alike there."""
+def transfer_target(target: Target, start: Snapshot) -> Target:
+    """Return a target as it would be in another account: the changes of the solution, applied to
+    ``start``.
+
+    Generated texts are replaced by those of the most similar resources of ``start``.
+    """
     before = target.start.resources
-    names = _matching(target.start, start, {})
+    names = _match_names(target.start, start, {})
 
     def renamed(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -516,10 +594,10 @@ def transferred(target: Target, start: Snapshot) -> Target:
         now = dict(start.resources)
         serials = dict(start.serials)
         for key in before.keys() - state.resources.keys():
-            now.pop(_renamed_key(key, names), None)
+            now.pop(_rename_key(key, names), None)
         for key, held in state.resources.items():
             old = before.get(key, {})
-            place = _renamed_key(key, names)
+            place = _rename_key(key, names)
             if key in before and old == held:
                 continue
             kept = {name: item for name, item in now.get(place, {}).items() if name in held or name not in old}
@@ -533,8 +611,8 @@ def transferred(target: Target, start: Snapshot) -> Target:
     return replace(target, start=start, states=states, others=others)
 
 
-def _rights_by(key: Key, path: str, document: Any) -> Rights:
-    """Return the rights in an account that holds one policy."""
+def _rights_of_policy(key: Key, path: str, document: Any) -> Rights:
+    """Return the rights in an account that contains only one policy."""
     if key[0] != "iam":
         return read_rights({key: {"": document}})
     if path.startswith("AssumeRole"):  # of a role, whichever it is
@@ -542,17 +620,18 @@ def _rights_by(key: Key, path: str, document: Any) -> Rights:
     return read_rights({("iam", "roles", "it"): {"InlinePolicies": {"": document}}})
 
 
-class _Reading:
+class _LeafReader:
     """Reads snapshots as sets of leaves."""
 
     def __init__(self, target: Target, freedom: Freedom) -> None:
         self._states = (target.start, *target.states)
-        self._known = _identifying(self._states)
+        self._known = _generated_names(self._states)
         self._verbatim = frozenset(freedom.verbatim)
         self._free: dict[str, list[tuple[list[str], str]]] = {}
         for kind, path, values in freedom.free:
-            self._free.setdefault(kind, []).append((_steps(path), values))
-        # a resource that is as in the target is the same object, as long as ``snapshot`` remembers it
+            self._free.setdefault(kind, []).append((_parse_field_path(path), values))
+        # Leaves by the identity of the attributes: ``snapshot`` caches records, so a resource that is
+        # unchanged since the target is the same object.
         self._read = {
             id(held): [*_leaves(held, "", Member.of(key))]
             for state in self._states
@@ -560,7 +639,7 @@ class _Reading:
         }
 
     def leaves(self, snapshot: Snapshot, names: Mapping[str, str]) -> set[Leaf]:
-        """Return the leaves, drawn texts by the name that the target has for them."""
+        """Return the leaves of a snapshot; generated texts are replaced by the target's, ``names``."""
 
         def renamed(match: re.Match[str]) -> str:
             token = names.get(match[1], "" if names else match[1])
@@ -570,7 +649,7 @@ class _Reading:
         for key, attributes in snapshot.resources.items():
             place = key if DRAWN not in key[2] else (key[0], key[1], _TOKEN.sub(renamed, key[2]))
             free = [
-                (steps, partial(_is_among, values, snapshot))
+                (steps, partial(_is_permitted_value, values, snapshot))
                 for steps, values in self._free.get(f"{key[0]}/{key[1]}", ())
             ]
             counted[place, "", "{}"] += 1
@@ -587,6 +666,7 @@ class _Reading:
 
 
 def _leaves(value: Any, path: str, where: Member) -> Iterator[tuple[str, str]]:
+    """Yield (path, value as canonical text) of every leaf of a value."""
     if isinstance(value, Mapping):
         if isinstance(value.get("Statement"), list):
             yield path + _POLICY, canonical(_without_ids(value), where)
@@ -603,8 +683,11 @@ def _leaves(value: Any, path: str, where: Member) -> Iterator[tuple[str, str]]:
 
 
 def canonical(value: Any, where: Member) -> str:
-    """Return the value of a member as text that is the same for what means the same: lists in any order but where it
-    has a meaning, and outside of documents numbers and truths as texts, as which some requests have them."""
+    """Return the value of a member as text that is equal for equal meanings.
+
+    The order of a list counts only where it has a meaning. Outside of documents, numbers and
+    booleans equal their texts, because some requests send them as texts.
+    """
     if isinstance(value, Mapping):
         if isinstance(value.get("Statement"), list):
             where = replace(where, written=False)
@@ -621,7 +704,7 @@ def canonical(value: Any, where: Member) -> str:
 
 
 def _without_ids(policy: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a policy without the ids of its statements, which permit nothing."""
+    """Return a policy without the ids of its statements, which have no effect."""
     statements = [
         {name: item for name, item in one.items() if name != "Sid"} if isinstance(one, Mapping) else one
         for one in policy["Statement"]
@@ -630,14 +713,14 @@ def _without_ids(policy: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 Choices = Sequence[tuple[list[str], Callable[[str], bool]]]
-"""Fields by the steps that lead to them, and whether a value may be chosen there."""
+"""Free fields: the steps of the path, and the test of a value."""
 
 
 def _without(value: Any, choices: Choices) -> Any:
-    """Return a value without the texts, numbers and truths that may be chosen; ``name[]`` goes through a list."""
+    """Return a value without its freely chosen scalars; ``name[]`` in a path goes through a list."""
     if isinstance(value, list):
-        left = [(item, _without(item, choices)) for item in value]
-        return [kept for item, kept in left if kept or not item]  # what is empty is as good as absent
+        reduced = [(item, _without(item, choices)) for item in value]
+        return [kept for item, kept in reduced if kept or not item]  # drop items that became empty
     if not isinstance(value, Mapping):
         return value
     found = {}
@@ -656,15 +739,17 @@ def _without(value: Any, choices: Choices) -> Any:
 
 
 def _is_chosen(value: Any, choices: Iterable[Callable[[str], bool]]) -> bool:
+    """Return whether a scalar may be chosen by one of the tests."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return not isinstance(value, Mapping | list) and any(may(text) for may in choices)
 
 
-def _steps(path: str) -> list[str]:
+def _parse_field_path(path: str) -> list[str]:
+    """Return the steps of the path of a free field."""
     return [step.strip('"') for step in re.findall(r'"[^"]*"|[^."]+', path)]
 
 
-def _is_among(values: str, snapshot: Snapshot, text: str) -> bool:
+def _is_permitted_value(values: str, snapshot: Snapshot, text: str) -> bool:
     """Return whether a text is one of the values of a free field."""
     for value in map(str.strip, values.split("|")):
         low, dots, high = value.partition("..")
@@ -684,57 +769,70 @@ def _is_number(text: str) -> bool:
 
 
 def has_field(snapshot: Snapshot, kind: str, path: str, values: str = "*") -> bool:
-    """Return whether a resource of the kind ("service/kind") has one of these values at this path."""
-    asked = [(_steps(path), partial(_is_among, values, snapshot))]
+    """Return whether a resource of the kind ("service/kind") has one of these values at a path."""
+    asked = [(_parse_field_path(path), partial(_is_permitted_value, values, snapshot))]
     found = (attributes for key, attributes in snapshot.resources.items() if kind == f"{key[0]}/{key[1]}")
     return any(_without(attributes, asked) != attributes for attributes in found)
 
 
-def _tokens(snapshot: Snapshot) -> Iterator[tuple[Key, list[str]]]:
+def _keys_with_tokens(snapshot: Snapshot) -> Iterator[tuple[Key, list[str]]]:
+    """Yield the keys that contain generated names, with these names."""
     for key in snapshot.resources:
         if DRAWN in key[2]:
             yield key, _TOKEN.findall(key[2])
 
 
-def _identifying(snapshots: Iterable[Snapshot]) -> set[str]:
-    return {token for snapshot in snapshots for _, tokens in _tokens(snapshot) for token in tokens}
+def _generated_names(snapshots: Iterable[Snapshot]) -> set[str]:
+    """Return the generated names in the keys of snapshots."""
+    return {token for snapshot in snapshots for _, tokens in _keys_with_tokens(snapshot) for token in tokens}
 
 
-def _renamed_key(key: Key, names: Mapping[str, str]) -> Key:
+def _rename_key(key: Key, names: Mapping[str, str]) -> Key:
+    """Return a key with its generated names replaced; a name without a counterpart stays."""
     if DRAWN not in key[2]:
         return key
     return key[0], key[1], _TOKEN.sub(lambda match: f"{DRAWN}{names.get(match[1], match[1])}{END_DRAWN}", key[2])
 
 
-def _matching(one: Snapshot, other: Snapshot, names: Mapping[str, str]) -> dict[str, str]:
-    """Return ``names`` and, for each further drawn name in ``one``, that of the most similar resources of ``other``."""
+def _match_names(one: Snapshot, other: Snapshot, names: Mapping[str, str]) -> dict[str, str]:
+    """Return ``names`` extended by the best counterpart in ``other`` of each further generated name
+    in ``one``.
+
+    Names are matched greedily, in rounds: first all pairs that are the unambiguous best for each
+    other, or else the single most similar pair. Each round makes the remaining resources easier to
+    distinguish.
+    """
     found = dict(names)
-    ours = _by_names(one, found)
-    theirs = _by_names(other, {its: its for its in found.values()})
+    ours = _group_by_names(one, found)
+    theirs = _group_by_names(other, {its: its for its in found.values()})
     references = (_references(one), _references(other)) if ours and theirs else ({}, {})
     while ours and theirs:
-        pairs = _pairs(one, other, ours, theirs, found, references)
+        pairs = _rank_pairs(one, other, ours, theirs, found, references)
         if not pairs:
             break
         for _, mine, its in [pair for pair in pairs if pair[0]] or pairs[:1]:
             if not any(a in found for a in mine) and not set(its) & set(found.values()):
                 found.update(zip(mine, its, strict=True))
-        ours = _by_names(one, found)
-        theirs = _by_names(other, {its: its for its in found.values()})
+        ours = _group_by_names(one, found)
+        theirs = _group_by_names(other, {its: its for its in found.values()})
     return found
 
 
-def _by_names(snapshot: Snapshot, known: Mapping[str, str]) -> dict[tuple[str, ...], list[Key]]:
-    """Return the keys of resources by the drawn names in them that are not ``known``."""
+def _group_by_names(snapshot: Snapshot, known: Mapping[str, str]) -> dict[tuple[str, ...], list[Key]]:
+    """Return the keys of resources by the generated name in them that is not ``known``.
+
+    Keys with several unknown names are left for later rounds: what lies in another resource is
+    matched after it.
+    """
     found: dict[tuple[str, ...], list[Key]] = {}
-    for key, tokens in _tokens(snapshot):
+    for key, tokens in _keys_with_tokens(snapshot):
         open_ = tuple(dict.fromkeys(token for token in tokens if token not in known))
         if len(open_) == 1:  # what lies in something is matched after it
             found.setdefault(open_, []).append(key)
     return found
 
 
-def _pairs(
+def _rank_pairs(
     one: Snapshot,
     other: Snapshot,
     ours: Mapping[tuple[str, ...], list[Key]],
@@ -742,17 +840,18 @@ def _pairs(
     names: Mapping[str, str],
     references: tuple[References, References],
 ) -> list[tuple[bool, tuple[str, ...], tuple[str, ...]]]:
-    """Return (whether each is without a doubt the best for the other, names, names), the most alike first."""
+    """Return the pairs of names, most similar first: (whether each is the only best for the other,
+    our name, their name)."""
     back = {its: its for its in names.values()}
-    mine = {its: _skeletons(one, keys, names) for its, keys in ours.items()}
-    their = {its: _skeletons(other, keys, back) for its, keys in theirs.items()}
-    named = {its: _named_by(references[0], its[0], names) for its in ours}
-    others_named = {its: _named_by(references[1], its[0], back) for its in theirs}
+    mine = {its: _blank_leaves(one, keys, names) for its, keys in ours.items()}
+    their = {its: _blank_leaves(other, keys, back) for its, keys in theirs.items()}
+    named = {its: _find_references(references[0], its[0], names) for its in ours}
+    others_named = {its: _find_references(references[1], its[0], back) for its in theirs}
     scored = []
     for a, records in mine.items():
         for b, others in their.items():
             shared = records.keys() & others.keys()
-            if shared and len(a) == len(b) and not any(_named_otherwise(records[key], others[key]) for key in shared):
+            if shared and len(a) == len(b) and not any(_has_other_name(records[key], others[key]) for key in shared):
                 alike = sum(sum((records[key] & others[key]).values()) for key in shared)
                 alike += sum((named[a] & others_named[b]).values())
                 scored.append((alike * 1000 - abs(len(records) - len(others)), a == b, a, b))
@@ -768,7 +867,7 @@ def _pairs(
 
 
 def _references(snapshot: Snapshot) -> References:
-    """Return, by drawn name, the leaves of other resources that have it."""
+    """Return the leaves of other resources that contain a generated name, by name."""
     found: dict[str, list[tuple[Key, str, str]]] = {}
     for key, attributes in snapshot.resources.items():
         own = set(_TOKEN.findall(key[2]))
@@ -779,61 +878,64 @@ def _references(snapshot: Snapshot) -> References:
     return found
 
 
-def _named_by(references: References, token: str, names: Mapping[str, str]) -> Counter[tuple[Key, str, str]]:
-    """Return what refers to a drawn name, as ``_skeleton`` does but for the name itself."""
-    told = {**names, token: OWN}
+def _find_references(references: References, token: str, names: Mapping[str, str]) -> Counter[tuple[Key, str, str]]:
+    """Return the leaves that refer to a generated name, with the name itself replaced by ``OWN``."""
+    counterparts = {**names, token: OWN}
     return Counter(
-        (_blank(key, names), path, _TOKEN.sub(lambda match: told.get(match[1], ""), value))
+        (_blank_key(key, names), path, _TOKEN.sub(lambda match: counterparts.get(match[1], ""), value))
         for key, path, value in references.get(token, ())
     )
 
 
-def _named_otherwise(one: Counter[tuple[str, str]], other: Counter[tuple[str, str]]) -> bool:
-    """Return whether two resources bear different names, given by whoever made them."""
+def _has_other_name(one: Counter[tuple[str, str]], other: Counter[tuple[str, str]]) -> bool:
+    """Return whether two resources have different names that their makers chose."""
     names, others = (
-        {_NAME_TAG if value.startswith(_NAME_TAG) else path: value for path, value in leaves if _names(path, value)}
+        {_NAME_TAG if value.startswith(_NAME_TAG) else path: value for path, value in leaves if _is_name(path, value)}
         for leaves in (one, other)
     )
     return any(names[path] != others[path] for path in names.keys() & others.keys())
 
 
-def _names(path: str, value: str) -> bool:
+def _is_name(path: str, value: str) -> bool:
+    """Return whether a leaf is a name that the maker of a resource chose."""
     return _NAME.search(path) is not None or value.startswith(_NAME_TAG)
 
 
-def _blank(key: Key, names: Mapping[str, str]) -> Key:
-    """Return a key with the known drawn names in it by their counterparts, and others as one."""
+def _blank_key(key: Key, names: Mapping[str, str]) -> Key:
+    """Return a key with known generated names replaced by their counterparts and unknown ones
+    removed."""
     return key[0], key[1], _TOKEN.sub(lambda match: names.get(match[1], ""), key[2])
 
 
-def _skeletons(
+def _blank_leaves(
     snapshot: Snapshot, keys: Iterable[Key], names: Mapping[str, str]
 ) -> dict[Key, Counter[tuple[str, str]]]:
-    """Return the leaves of resources with the drawn texts that have a counterpart by its name, and others as one."""
+    """Return the leaves of resources by key, with generated names treated as in ``_blank_key``."""
 
     def named(text: str) -> str:
         return _TOKEN.sub(lambda match: names.get(match[1], ""), text)
 
     return {
-        _blank(key, names): Counter(
+        _blank_key(key, names): Counter(
             (path, named(value)) for path, value in _leaves(snapshot.resources[key], "", Member.of(key))
         )
         for key in keys
     }
 
 
-def _progress(parts: Sequence[bool], wrong: bool) -> float:
-    """Return the share of parts that hold completely; nothing is complete while anything is wrong."""
+def _compute_progress(parts: Sequence[bool], wrong: bool) -> float:
+    """Return the share of complete parts; less than 1 while any difference remains."""
     share = sum(parts) / len(parts) if parts else 0.0
     return min(share, (len(parts) - 0.5) / len(parts)) if wrong and parts else share
 
 
-def _said(leaf: Leaf) -> str:
+def _format_leaf(leaf: Leaf) -> str:
+    """Return a leaf as text for messages."""
     key, path, value, number = leaf
     more = f" (no. {number + 1})" if number else ""
     text = f"{'/'.join(key)} {path} = {value[:300]}{more}"
     return text.replace(DRAWN, "").replace(END_DRAWN, "")
 
 
-def _told(texts: Iterable[str]) -> tuple[str, ...]:
+def _sort_texts(texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(texts))

@@ -1,4 +1,5 @@
-"""Lists what there is in an account by service and type: the simulator has no inventory of its own.
+"""Names of the resources in an account, listed by service and type. The simulator has no inventory
+API.
 
 Source: docs/reference/environment.md 2.1 (infra_state) and 3.
 """
@@ -19,16 +20,16 @@ from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.grading.tracker import plain_name
 
 MAX_NAMES = 100
-"""Most names of one type; more are not shown."""
+"""Largest number of names per type; further ones are dropped."""
 MAX_PAGES = 50
-"""Most pages of one list that are read."""
+"""Largest number of pages that are read of one list."""
 
 
 class Caller(Protocol):
-    """Is what an inventory needs of a slot; ``StateClient`` has it."""
+    """The part of ``StateClient`` that an inventory needs."""
 
     def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
-        """See ``StateClient.call``."""
+        """Send an API request and return its response, see ``StateClient.call``."""
         ...
 
 
@@ -38,7 +39,7 @@ _PARAMS: Mapping[str, Mapping[str, Any]] = {
     "ListIPSets": {"Scope": "REGIONAL"},
     "ListWebACLs": {"Scope": "REGIONAL"},
 }
-"""Parameters of the lists that need some."""
+"""Parameters of the list operations that require some."""
 _ROWS = """
 acm certificate ListCertificates CertificateSummaryList[].DomainName
 apigateway rest-api GetRestApis items[].name
@@ -106,19 +107,22 @@ stepfunctions state-machine ListStateMachines stateMachines[].name
 wafv2 ip-set ListIPSets IPSets[].Name
 wafv2 web-acl ListWebACLs WebACLs[].Name
 """
-"""Service (botocore's name), type, operation, and the JMESPath of the names in the response; sorted."""
+"""Service (botocore's name), type, list operation, and JMESPath of the names in the response;
+sorted."""
 Listing = tuple[str, str, Mapping[str, Any], str]
-"""Type, operation, its parameters, and path."""
+"""Type, list operation, its parameters, and JMESPath of the names."""
 LISTINGS: Mapping[str, tuple[Listing, ...]] = {
     service: tuple((kind, operation, _PARAMS.get(operation, {}), path) for _, kind, operation, path in rows)
     for service, rows in groupby(map(str.split, _ROWS.strip().splitlines()), itemgetter(0))
 }
-"""By service, the lists that are taken."""
+"""The list operations, by service."""
 
 
 class Inventory:
-    """Keeps the names of what there is, of some services; read when needed and kept until ``changed``. Use it from one
-    thread at a time, and not from an event loop: it sends requests."""
+    """Cached names of the resources of some services, read on demand.
+
+    Use it from one thread at a time and not from an event loop: it sends blocking requests.
+    """
 
     def __init__(self, caller: Caller, services: Iterable[str] = ()) -> None:
         self._caller = caller
@@ -126,55 +130,64 @@ class Inventory:
         self._known: dict[str, dict[str, list[str]]] = {}
 
     def touch(self, service: str, *, changed: bool) -> None:
-        """Note that a request went to ``service``; ``changed``: its state may be another now."""
+        """Record a request to ``service``. ``changed``: it may have changed the service's state."""
         self._services.add(service)
         if changed:
             self._known.pop(service, None)
 
     def forget(self) -> None:
-        """Forget everything that was read: anything may have changed."""
+        """Drop all cached names, because anything may have changed."""
         self._known.clear()
 
     def read(self) -> dict[str, dict[str, list[str]]]:
-        """Return the names by service and type; types without any are left out, and so are services that cannot be
-        listed. Raises ConnectionError when the simulator does not answer."""
+        """Return the names by service and type, without empty types and services that cannot be
+        listed.
+
+        Raises ConnectionError if the simulator does not answer.
+        """
         for service in self._services & LISTINGS.keys():
             if service not in self._known:
                 self._known[service] = self._list(service)
         return {service: dict(self._known[service]) for service in sorted(self._known) if self._known[service]}
 
     def _list(self, service: str) -> dict[str, list[str]]:
-        found = {}
+        names_by_type = {}
         for kind, *_ in LISTINGS[service]:
             try:
-                names = sorted(names_of(self._caller, service, kind, most=MAX_NAMES))
+                names = sorted(list_names(self._caller, service, kind, limit=MAX_NAMES))
             except StateCallError:
                 continue
             if names:
-                found[kind] = names[:MAX_NAMES]
-        return found
+                names_by_type[kind] = names[:MAX_NAMES]
+        return names_by_type
 
 
-def names_of(caller: Caller, service: str, kind: str, most: int | None = None) -> set[str]:
-    """Return the names that the account lists of one of the ``LISTINGS``, page by page until there are ``most`` (None:
-    until MAX_PAGES). Raises StateCallError or ConnectionError."""
+def list_names(caller: Caller, service: str, kind: str, limit: int | None = None) -> set[str]:
+    """Return the names that the account lists for one of the ``LISTINGS``.
+
+    Reads page by page until there are ``limit`` names (None: until MAX_PAGES). Raises
+    StateCallError or ConnectionError.
+    """
     _, operation, params, path = next(row for row in LISTINGS[service] if row[0] == kind)
-    asked, told = _page_tokens(service, operation)
+    input_token, output_token = _page_tokens(service, operation)
     page = dict(params)
     names = set()
     for _ in range(MAX_PAGES):
         answer = caller.call(service, operation, page)
         names |= {plain_name(name) for name in jmespath.search(path, answer) or () if name}
-        token = answer.get(told)
-        if not token or (most is not None and len(names) >= most):
+        token = answer.get(output_token)
+        if not token or (limit is not None and len(names) >= limit):
             break
-        page = {**page, asked: token}
+        page = {**page, input_token: token}
     return names
 
 
 @cache
 def _page_tokens(service: str, operation: str) -> tuple[str, str]:
-    """Return the parameter that asks for the next page, and the field of an answer that says how."""
+    """Return the parameter that requests the next page and the response field that holds its token.
+
+    Both are "" for an operation without pages.
+    """
     try:
         pages = botocore.loaders.create_loader().load_service_model(service, "paginators-1")["pagination"]
     except UnknownServiceError:

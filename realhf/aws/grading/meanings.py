@@ -1,7 +1,8 @@
-"""Says what members of resources mean, where their names alone do not: which texts only describe, which are tags, which
-lists have an order, and what goes without saying.
+"""Meaning of resource members beyond their names: descriptions, tags, ordered lists, and default
+values.
 
-All of it stands in ``meanings.yaml``, by service, kind and member; what stands nowhere there counts.
+The facts are in ``meanings.yaml``, by service, kind and member. A member that is not listed there
+is compared as it is.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from typing import Any
 import yaml
 
 Key = tuple[str, str, str]
-"""Service, kind and identity of a resource. A kind with a ``/`` lies within a resource of the kind before it."""
+"""Service, kind and identity of a resource. A kind with a ``/`` lies within a resource of the kind
+before the ``/``."""
 Drops = Callable[[str, Mapping[str, Any]], bool]
-"""Says whether a text is to be dropped from the innermost structure that holds it."""
+"""Returns whether to drop a text; called with the text and the innermost mapping that contains it."""
 DOCUMENT = "{document}"
-"""Stands, in paths, before what somebody wrote in words of their own: none of it is the service's."""
+"""Path step before the content of a document that a user wrote, none of which belongs to the
+service."""
 _TAG_OF_RESOURCE = "aws:ResourceTag/"
 _QUOTED_WORD = re.compile(r'"(\w+)"')
 _REFERENCE = re.compile(r"\{([^{}]+)\}")
-_BESIDE = "./"
-"""Begins the path of a member that lies beside the one in question; other paths begin at the resource."""
+_SIBLING = "./"
+"""Prefix of a path that starts at the member's own mapping; other paths start at the resource."""
 
 
 @cache
@@ -35,67 +38,77 @@ def _tables() -> Mapping[str, Any]:
 
 
 @cache
-def _names(table: str) -> frozenset[str]:
+def _kinds_in(table: str) -> frozenset[str]:
+    """Return the kinds ("service/kind") in a table."""
     return frozenset(_tables()[table])
 
 
 @cache
 def _paths(table: str, kind: str) -> tuple[list[str], ...]:
-    """Return the steps of each path that a table has for a kind ("service/kind")."""
-    found = _tables()[table].get(kind, ())
-    return tuple(path.split("/") for path in ([found] if isinstance(found, str) else found))
+    """Return the paths that a table lists for a kind ("service/kind"), split into steps."""
+    paths = _tables()[table].get(kind, ())
+    return tuple(path.split("/") for path in ([paths] if isinstance(paths, str) else paths))
 
 
 def holds_tags(key: Key) -> bool:
-    """Return whether a record holds the tags of a resource, and nothing else."""
-    return f"{key[0]}/{key[1]}" in _names("tag_kinds")
+    """Return whether records of this kind contain the tags of a resource and nothing else."""
+    return f"{key[0]}/{key[1]}" in _kinds_in("tag_kinds")
 
 
 def is_setting(key: Key) -> bool:
-    """Return whether a record is a setting of a resource: what it says counts, and not whether it was made anew."""
-    return f"{key[0]}/{key[1]}" in _names("settings") or holds_tags(key)
+    """Return whether a record is a setting of a resource: only its content counts, not its
+    identity."""
+    return f"{key[0]}/{key[1]}" in _kinds_in("settings") or holds_tags(key)
 
 
 def only_describes(key: Key, path: str) -> bool:
-    """Return whether what stands at a path of a resource is a text that describes it, or a tag."""
+    """Return whether the value at a path of a resource is a description or a tag."""
     if holds_tags(key):
         return True
     kind = f"{key[0]}/{key[1]}"
     steps = path.split(DOCUMENT)[0].replace("[]", "/").split("/")
-    return any(len(steps) == len(known) and _leads(known, steps) for known in _paths("descriptions", kind)) or any(
-        len(steps) > len(known) and _leads(known, steps) for known in _paths("tags", kind)
-    )
+    return any(
+        len(steps) == len(known) and _matches_prefix(known, steps) for known in _paths("descriptions", kind)
+    ) or any(len(steps) > len(known) and _matches_prefix(known, steps) for known in _paths("tags", kind))
 
 
-def _leads(known: list[str], steps: list[str]) -> bool:
+def _matches_prefix(known: list[str], steps: list[str]) -> bool:
+    """Return whether the steps of two paths match as far as both go; ``*`` in ``known`` matches any
+    step."""
     return all(one in ("*", other) for one, other in zip(known, steps, strict=False))
 
 
 @dataclass(frozen=True)
 class Member:
-    """Says where a value stands. ``written``: in a document, in words of somebody's own."""
+    """The position of a value: a member of a service's resource, or a part of a document."""
 
     service: str
+    """Service of the resource."""
     name: str
+    """Name of the innermost member."""
     written: bool = False
+    """Whether the value is part of a document that a user wrote."""
     holder: str = ""
-    """Member that holds the document."""
+    """Name of the member that contains the document."""
 
     @classmethod
     def of(cls, key: Key) -> Member:
-        """Return the place of a whole resource."""
+        """Return the position of a whole resource."""
         return cls(key[0], key[1])
 
     def inner(self, name: str) -> Member:
-        """Return the place of what stands here under a name."""
+        """Return the position of the value under ``name``."""
         if name == DOCUMENT:
             return replace(self, written=True, holder=self.name)
         return replace(self, name=name) if name else self
 
     @property
     def in_order(self) -> bool:
-        """Whether a list has an order here: in a document, unless it is known to have none; elsewhere where it is known
-        to have one."""
+        """Whether the order of a list counts at this position.
+
+        In a document it counts unless the member is known to be unordered; elsewhere it counts only
+        if the member is known to be ordered.
+        """
         if not self.written:
             return self.name in _members("ordered", self.service)
         unordered = _members("unordered", self.service)
@@ -103,85 +116,98 @@ class Member:
 
     @property
     def typed(self) -> bool:
-        """Whether a number is no text here: a service reads what a document says, of its own members the model has the
-        type."""
+        """Whether a number differs from its text at this position.
+
+        It does in documents, whose types the service reads; for the service's own members the API
+        model defines the type.
+        """
         return self.written and self.name not in _members("numbers_or_texts", self.service)
 
 
 @cache
 def _members(table: str, service: str) -> frozenset[str]:
+    """Return the members that a table lists for a service."""
     return frozenset(_tables()[table].get(service, ()))
 
 
 def known_defaults() -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """Return what AWS takes where nobody says anything, by "service/kind": rows of the file."""
+    """Return the default values of AWS by "service/kind", as rows of the file."""
     return _tables()["defaults"]
 
 
-def without_saying(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return what a resource of a kind ("service/kind") says, without what AWS takes where nobody says anything."""
+def drop_defaults(kind: str, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a resource of a kind ("service/kind") without the values that AWS
+    takes by default, and in the form that its equivalents share."""
     if kind == "backup/selections":
-        attributes = _selected_by_tag(attributes)
+        attributes = _normalize_selection(attributes)
     for path in _tables()["descriptions_in_lists"].get(kind, ()):
-        attributes = _without(attributes, path.split("/"), lambda _text, _holder: True)
+        attributes = _without(attributes, path.split("/"), lambda _as_text, _holder: True)
     for default in _tables()["defaults"].get(kind, ()):
-        attributes = _without(attributes, default["path"].split("/"), partial(_is_usual, default, attributes))
+        attributes = _without(attributes, default["path"].split("/"), partial(_is_default, default, attributes))
     for member in _tables()["quoted_words"].get(kind, ()):
         if isinstance(attributes.get(member), str):
             attributes = {**attributes, member: _QUOTED_WORD.sub(r"\1", attributes[member])}
     return attributes
 
 
-def _is_usual(default: Mapping[str, Any], resource: Mapping[str, Any], text: str, holder: Mapping[str, Any]) -> bool:
-    """Return whether a text is what a row of the defaults says, for a member of ``holder`` in ``resource``."""
+def _is_default(default: Mapping[str, Any], resource: Mapping[str, Any], text: str, holder: Mapping[str, Any]) -> bool:
+    """Return whether ``text`` is the default of a row, for a member of ``holder`` in ``resource``."""
 
-    def found(path: str) -> str:
-        return _said(holder, path.removeprefix(_BESIDE)) if path.startswith(_BESIDE) else _said(resource, path)
+    def value_at(path: str) -> str:
+        if path.startswith(_SIBLING):
+            return _read_text(holder, path.removeprefix(_SIBLING))
+        return _read_text(resource, path)
 
-    usual = _REFERENCE.sub(lambda reference: found(reference[1]), default["is"])
-    return text == usual and all(found(path) == value for path, value in default.get("where", {}).items())
+    expected = _REFERENCE.sub(lambda reference: value_at(reference[1]), default["is"])
+    conditions = default.get("where", {})
+    return text == expected and all(value_at(path) == value for path, value in conditions.items())
 
 
-def _selected_by_tag(selection: dict[str, Any]) -> dict[str, Any]:
-    """Return a selection of AWS Backup by the one tag that a condition asks for as a list of this tag. Of several tags,
-    all have to be there in conditions, and one in a list.
+def _normalize_selection(selection: dict[str, Any]) -> dict[str, Any]:
+    """Return a selection of AWS Backup by one tag in the form of a list of that tag.
+
+    A condition on a single tag and a list of that tag select the same resources. With several tags
+    the forms differ: conditions must all match, of a list one.
 
     https://docs.aws.amazon.com/aws-backup/latest/devguide/API_BackupSelection.html
     """
     conditions = selection.get("Conditions")
-    asked = conditions.get("StringEquals") if isinstance(conditions, Mapping) and len(conditions) == 1 else None
-    if not (isinstance(asked, list) and len(asked) == 1 and isinstance(asked[0], Mapping)):
+    tags = conditions.get("StringEquals") if isinstance(conditions, Mapping) and len(conditions) == 1 else None
+    if not (isinstance(tags, list) and len(tags) == 1 and isinstance(tags[0], Mapping)):
         return selection
-    key = str(asked[0].get("ConditionKey", ""))
+    key = str(tags[0].get("ConditionKey", ""))
     everything = selection.get("Resources", ["*"]) == ["*"]
     if not (key.startswith(_TAG_OF_RESOURCE) and everything) or {"ListOfTags", "NotResources"} & selection.keys():
         return selection
-    tag = {**asked[0], "ConditionKey": key.removeprefix(_TAG_OF_RESOURCE), "ConditionType": "STRINGEQUALS"}
+    tag = {**tags[0], "ConditionKey": key.removeprefix(_TAG_OF_RESOURCE), "ConditionType": "STRINGEQUALS"}
     rest = {name: value for name, value in selection.items() if name not in ("Conditions", "Resources")}
     return {**rest, "ListOfTags": [tag]}
 
 
-def _said(attributes: Any, path: str) -> str:
-    """Return what stands at a path as text, "" for nothing."""
+def _read_text(attributes: Any, path: str) -> str:
+    """Return the value at a path as text, "" if there is none."""
     for step in path.split("/"):
         attributes = attributes.get(step) if isinstance(attributes, Mapping) else None
-    return "" if attributes is None else _text(attributes)
+    return "" if attributes is None else _as_text(attributes)
 
 
-def _text(value: Any) -> str:
-    """Return a value as text; of a list its texts in the order of the alphabet."""
+def _as_text(value: Any) -> str:
+    """Return a value as text; a list as its sorted texts, joined by spaces."""
     if isinstance(value, list):
-        return " ".join(sorted(map(_text, value)))
+        return " ".join(sorted(map(_as_text, value)))
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _without(value: Any, steps: list[str], drops: Drops, holder: Mapping[str, Any] | None = None) -> Any:
-    """Return a value without the text, or the list of texts, at the end of these steps where that is to be dropped, nor
-    what is empty then."""
+    """Return ``value`` without the droppable text, or list of texts, at the end of a path.
+
+    Containers that become empty are dropped too; None if nothing is left. ``name[]`` goes through a
+    list and ``*`` through all keys of a mapping.
+    """
     if not steps:
         items = value if isinstance(value, list) else [value]
         plain = not any(isinstance(item, Mapping | list) for item in items)
-        return None if plain and drops(_text(value), holder or {}) else value
+        return None if plain and drops(_as_text(value), holder or {}) else value
     step = steps[0].removesuffix("[]")
     through_list = steps[0].endswith("[]")
     if isinstance(value, Mapping) and step == "*":
@@ -193,6 +219,6 @@ def _without(value: Any, steps: list[str], drops: Drops, holder: Mapping[str, An
         kept: Any = [item for item in items if item is not None]
     else:
         kept = _without(value[step], steps[1:], drops, value)
-    rest = {name: item for name, item in value.items() if name != step}
-    left = rest if kept in (None, {}, []) else {**value, step: kept}
-    return left or None
+    others = {name: item for name, item in value.items() if name != step}
+    remaining = others if kept in (None, {}, []) else {**value, step: kept}
+    return remaining or None

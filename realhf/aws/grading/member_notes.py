@@ -1,4 +1,5 @@
-"""Reads what ``member_notes.yaml`` says by hand of the members of requests, and checks it against botocore's models."""
+"""Notes written by hand about members of requests (``member_notes.yaml``), and their check against
+botocore's models."""
 
 from __future__ import annotations
 
@@ -16,67 +17,73 @@ from botocore.model import OperationNotFoundError
 from realhf.aws.tasks.task import TaskError
 
 EVERY = "*"
-"""Stands, in place of an operation, for all of them, and in a path for any key of a map."""
+"""Stands for all operations in place of an operation, and for any key of a map in a path."""
 _PAGES = "https://docs.aws.amazon.com/"
+"""Prefix of the links that document defaults."""
 _KEYS = frozenset({"operation", "member", "value", "page"})
+"""Keys of a default in the file."""
 _CONDITION = "where"
-"""Key of what has to be sent beside, by member, for a default to be that one."""
+"""Key of the members, with their values, that must also be sent for a default to apply."""
 
 
 @dataclass(frozen=True)
 class Notes:
-    """Holds what no request can show."""
+    """Facts about members of requests that no probe of the simulator can show."""
 
     defaults: Mapping[tuple[str, str], Any]
-    """By operation and path, the value that AWS documents for a member that is not sent."""
+    """The value that AWS documents for a member that is not sent, by operation and path."""
     conditional: tuple[Mapping[str, Any], ...]
-    """Defaults that depend on other members: rows of the file with ``where``."""
+    """Defaults that depend on other members: entries of the file with ``where``."""
     steering: Mapping[str, frozenset[str]]
-    """By operation, paths of members that only steer the request."""
+    """Paths of members that only control the request, by operation."""
     texts: Mapping[str, frozenset[str]]
-    """By operation, paths of members that only describe: free texts and tags."""
+    """Paths of members that are only descriptions or tags, by operation."""
     uses: frozenset[str]
-    """Operations that only use a resource."""
+    """Operations that use a resource without changing it."""
 
     def steers(self, operation: str, path: str) -> bool:
-        """Return whether a member only steers the request."""
+        """Return whether a member only controls the request."""
         return path in self.steering.get(operation, ()) or path in self.steering.get(EVERY, ())
 
     def is_text(self, operation: str, path: str) -> bool:
-        """Return whether a member only describes."""
+        """Return whether a member is only a description or a tag."""
         return path in self.texts.get(operation, ()) or path in self.texts.get(EVERY, ())
 
 
 NOTES = Path(__file__).with_name("member_notes.yaml")
-"""The notes that come with the package."""
+"""The notes file of the package."""
 
 
 @cache
 def read_notes(file: Path = NOTES) -> Notes:
-    """Return the notes in a file, unchecked."""
-    found = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+    """Return the notes in a file, without a check."""
+    entries = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
+    defaults = entries["defaults"]
     return Notes(
-        {(note["operation"], note["member"]): note["value"] for note in found["defaults"] if _CONDITION not in note},
-        tuple(note for note in found["defaults"] if _CONDITION in note),
-        {operation: frozenset(paths) for operation, paths in found["steering"].items()},
-        {operation: frozenset(paths) for operation, paths in found["texts"].items()},
-        frozenset(found["uses"]),
+        {(note["operation"], note["member"]): note["value"] for note in defaults if _CONDITION not in note},
+        tuple(note for note in defaults if _CONDITION in note),
+        {operation: frozenset(paths) for operation, paths in entries["steering"].items()},
+        {operation: frozenset(paths) for operation, paths in entries["texts"].items()},
+        frozenset(entries["uses"]),
     )
 
 
 def check_notes(file: Path = NOTES) -> None:
-    """Check notes against botocore's models, which takes a second. Raises TaskError that names file and line of what is
-    no note: a default of a member that the model does not have, or without a link to a page of AWS."""
+    """Check notes against botocore's models; takes about a second.
+
+    Raises TaskError with file and line for an invalid note: a member that the model does not have,
+    or a default without a link to the documentation of AWS.
+    """
     text = file.read_text(encoding="utf-8")
-    found = yaml.load(text, Loader=yaml.CSafeLoader)
-    for line, problem in _problems(found, yaml.compose(text, Loader=yaml.CSafeLoader)):
+    entries = yaml.load(text, Loader=yaml.CSafeLoader)
+    for line, problem in _find_problems(entries, yaml.compose(text, Loader=yaml.CSafeLoader)):
         raise TaskError(f"{file}:{line}: {problem}")
 
 
-def _problems(found: Any, root: Any) -> Iterator[tuple[int, str]]:
-    """Yield (line, what is wrong with it)."""
+def _find_problems(entries: Any, root: Any) -> Iterator[tuple[int, str]]:
+    """Yield (line, problem) for every invalid note. ``root``: the YAML nodes of ``entries``."""
     nodes = {name.value: value for name, value in root.value}
-    for note, node in zip(found["defaults"], nodes["defaults"].value, strict=True):
+    for note, node in zip(entries["defaults"], nodes["defaults"].value, strict=True):
         line = node.start_mark.line + 1
         if set(note) - {_CONDITION} != _KEYS:
             yield line, f"a default has {', '.join(sorted(_KEYS))}, this one {', '.join(sorted(note))}"
@@ -86,17 +93,17 @@ def _problems(found: Any, root: Any) -> Iterator[tuple[int, str]]:
             if member and not has_member(note["operation"], member):
                 yield line, f"botocore's model of {note['operation']} has no member {member}"
     for part in ("steering", "texts"):
-        for (operation, paths), (name, _) in zip(found[part].items(), nodes[part].value, strict=True):
+        for (operation, paths), (name, _) in zip(entries[part].items(), nodes[part].value, strict=True):
             for path in paths:
                 if operation != EVERY and not has_member(operation, path):
                     yield name.start_mark.line + 1, f"botocore's model of {operation} has no member {path}"
-    for operation, node in zip(found["uses"], nodes["uses"].value, strict=True):
+    for operation, node in zip(entries["uses"], nodes["uses"].value, strict=True):
         if operation_model(operation) is None:
             yield node.start_mark.line + 1, f"botocore knows no operation {operation}"
 
 
 def has_member(operation: str, path: str) -> bool:
-    """Return whether botocore's model of an operation, "service:Operation", has a member at a path."""
+    """Return whether botocore's model of an operation ("service:Operation") has a member at a path."""
     shape: Any = getattr(operation_model(operation), "input_shape", None)
     for step in path.replace("[]", ".[]").split("."):
         kind = getattr(shape, "type_name", "")
@@ -107,8 +114,11 @@ def has_member(operation: str, path: str) -> bool:
 
 @cache
 def operation_model(operation: str) -> Any:
-    """Return botocore's model of an operation, "service:Operation"; None for an unknown one. Its attributes have no
-    types."""
+    """Return botocore's model of an operation ("service:Operation"), or None for an unknown
+    operation.
+
+    The type is Any because botocore's attributes are untyped.
+    """
     service, _, name = operation.partition(":")
     try:
         return _session().get_service_model(service).operation_model(name)

@@ -1,18 +1,21 @@
-"""Parses IAM policies and compares them by what they mean, however they are written.
+"""Parser of IAM policies, and comparison of policies by meaning instead of wording.
 
-Patterns are those of IAM: ``*`` stands for any text, ``?`` for one character. ``combinations`` gives every combination
-of patterns that some name matches while it matches none of the others, with such a name. So two expressions over the
-patterns are equal for all names when they are equal for these few. The answer is exact: the patterns are run side by
-side as automata over all texts, and texts after which every pattern is equally far are one.
+Patterns are those of IAM: ``*`` matches any text, ``?`` one character. ``combinations`` returns
+every set of patterns that some name matches exactly, with an example name. Two expressions over the
+patterns are therefore equal for all names if they are equal for these few names. The result is
+exact: the patterns run side by side as automata over all texts, and texts that lead to the same
+state are equivalent.
 
-``compare_policies`` looks at one request of every kind that the policies of both sides tell apart: the principals,
-actions and resources that stand for all others come from ``pattern_sets``, and conditions are compared as formulas.
+``compare_policies`` compares one request of every kind that the policies of both sides distinguish:
+the principals, actions and resources that represent all others come from ``combinations``, and
+conditions are compared as formulas.
 
-What is certain: policies that are called equal give the same answer to every request, and nobody gains anything that
-is not listed. Without conditions and policy variables the reverse is certain as well. With them, two ways to
-write one thing may count as two: of a condition it is known that a list of values means one of them, or none of them
-where it is negated, that an exact value fits the patterns that it matches, and that a key has one value; nothing else.
-Which actions a service has, and on what, is not known here, so ``*`` on a bucket is more than ``s3:*`` on it.
+Guaranteed: policies that are reported equal answer every request alike, and every gain is listed.
+Without conditions and policy variables the reverse holds as well. With them, two ways to write the
+same policy may be reported as different. Of a condition the comparison knows only that a list of
+values means any of them (none of them if negated), that an exact value matches the patterns that it
+fits, and that a key has one value. It does not know which actions a service has or on which
+resources, so ``*`` on a bucket is more than ``s3:*`` on it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import Any
 
 MOST_CHARACTERS = 20_480
 LONGEST_NAME = 2_048
-"""Longest policy and longest ARN, in characters, as AWS limits them."""
+"""Longest policy and longest ARN, in characters, as limited by AWS."""
 _ANYTHING = ("*",)
 _STATEMENT_KEYS = frozenset(
     {"Sid", "Effect", "Principal", "NotPrincipal", "Action", "NotAction", "Resource", "NotResource", "Condition"}
@@ -38,15 +41,17 @@ _PRINCIPAL_KINDS = frozenset({"AWS", "Service", "Federated", "CanonicalUser"})
 
 
 class PolicyError(ValueError):
-    """AWS would not take a document as a policy."""
+    """A document that AWS would not accept as a policy."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """Describes a set of names: those that match one of the patterns, or, ``inverted``, all others."""
+    """A set of names: those that match one of the patterns or, if ``inverted``, all others."""
 
     patterns: tuple[str, ...] = _ANYTHING
+    """IAM patterns."""
     inverted: bool = False
+    """Whether the set contains the names that match no pattern."""
 
     def has(self, name: str) -> bool:
         """Return whether the set contains ``name``."""
@@ -55,17 +60,22 @@ class Names:
 
 @dataclass(frozen=True)
 class Statement:
-    """Holds one statement. A part that is not written restricts nothing."""
+    """One statement of a policy. A part that is not written restricts nothing."""
 
     allow: bool
+    """Whether the effect is Allow; else it is Deny."""
     principals: Names = Names()
+    """Principals, as "kind:name"; "*" for anybody."""
     actions: Names = Names()
+    """Actions in lower case, as "service:action"."""
     resources: Names = Names()
+    """ARNs."""
     conditions: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+    """(operator, key, values), operator and key in lower case."""
 
 
 def parse_policy(document: Any) -> tuple[Statement, ...]:
-    """Parse the statements of a policy, given as an object or as its JSON text. Raises PolicyError."""
+    """Parse the statements of a policy, given as an object or as JSON text. Raises PolicyError."""
     try:
         text = document if isinstance(document, str) else json.dumps(document, default=str)
         document = json.loads(text) if len(text) <= MOST_CHARACTERS else None
@@ -78,31 +88,35 @@ def parse_policy(document: Any) -> tuple[Statement, ...]:
         statements = [statements]
     if not isinstance(statements, list) or not statements:
         raise PolicyError("the policy has no statement")
-    return tuple(map(_statement, statements))
+    return tuple(map(_parse_statement, statements))
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Return whether the text fits a pattern of ``*`` (anything) and ``?`` (one character). No pattern that an agent
-    could write takes long: the pieces between the stars are sought one after the other, never again."""
+    """Return whether the text matches a pattern of ``*`` (any text) and ``?`` (one character).
+
+    Runs in linear passes for any pattern: the pieces between the stars are searched one after the
+    other, without backtracking.
+    """
     first, *rest = pattern.split("*")
     if not rest:
-        return len(text) == len(first) and _piece(first).match(text) is not None
-    found = _piece(first).match(text)
-    position = found.end() if found else -1
+        return len(text) == len(first) and _compile_piece(first).match(text) is not None
+    match = _compile_piece(first).match(text)
+    position = match.end() if match else -1
     for piece in rest[:-1]:
-        found = _piece(piece).search(text, position) if position >= 0 else None
-        position = found.end() if found else -1
+        match = _compile_piece(piece).search(text, position) if position >= 0 else None
+        position = match.end() if match else -1
     start = len(text) - len(rest[-1])
-    return 0 <= position <= start and _piece(rest[-1]).match(text, start) is not None
+    return 0 <= position <= start and _compile_piece(rest[-1]).match(text, start) is not None
 
 
 @functools.lru_cache(maxsize=4096)
-def _piece(piece: str) -> re.Pattern[str]:
+def _compile_piece(piece: str) -> re.Pattern[str]:
     """Compile a pattern without stars."""
     return re.compile("".join("." if char == "?" else re.escape(char) for char in piece), re.DOTALL)
 
 
-def _statement(entry: Any) -> Statement:
+def _parse_statement(entry: Any) -> Statement:
+    """Parse one statement. Raises PolicyError."""
     if not isinstance(entry, Mapping):
         raise PolicyError("a statement is no object")
     unknown = set(entry) - _STATEMENT_KEYS
@@ -112,17 +126,18 @@ def _statement(entry: Any) -> Statement:
         raise PolicyError("the effect of a statement is neither Allow nor Deny")
     if ("Action" in entry) == ("NotAction" in entry):
         raise PolicyError("a statement names either Action or NotAction")
-    actions = _names(entry, "Action", _texts)
+    actions = _parse_names(entry, "Action", _parse_texts)
     return Statement(
         allow=entry["Effect"] == "Allow",
-        principals=_names(entry, "Principal", _principals),
+        principals=_parse_names(entry, "Principal", _parse_principals),
         actions=Names(tuple(action.lower() for action in actions.patterns), actions.inverted),
-        resources=_names(entry, "Resource", _texts),
-        conditions=tuple(_conditions(entry.get("Condition") or {})),
+        resources=_parse_names(entry, "Resource", _parse_texts),
+        conditions=tuple(_parse_conditions(entry.get("Condition") or {})),
     )
 
 
-def _names(entry: Mapping[str, Any], key: str, read: Any) -> Names:
+def _parse_names(entry: Mapping[str, Any], key: str, read: Any) -> Names:
+    """Parse ``key`` or ``Not<key>`` of a statement with ``read``."""
     if key in entry and f"Not{key}" in entry:
         raise PolicyError(f"a statement names both {key} and Not{key}")
     if f"Not{key}" in entry:
@@ -130,7 +145,8 @@ def _names(entry: Mapping[str, Any], key: str, read: Any) -> Names:
     return Names(read(entry[key])) if key in entry else Names()
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _parse_texts(value: Any) -> tuple[str, ...]:
+    """Return a text or a list of texts as a tuple without duplicates. Raises PolicyError."""
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list | tuple) or not values or not all(isinstance(item, str) for item in values):
         raise PolicyError("a part of a statement is neither a text nor a list of texts")
@@ -139,25 +155,26 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def _principals(value: Any) -> tuple[str, ...]:
-    """Return the canonical principals of ``"*"``, ``"arn"``, a list, or ``{"AWS": ..., "Service": ...}``."""
+def _parse_principals(value: Any) -> tuple[str, ...]:
+    """Return the canonical principals of ``"*"``, ``"arn"``, a list, or ``{"AWS": ..., "Service":
+    ...}``."""
     if not isinstance(value, Mapping):
         value = {"AWS": value}
     if not value or not set(value) <= _PRINCIPAL_KINDS:
         raise PolicyError("a principal is of an unknown kind")
-    found: list[str] = []
+    principals: list[str] = []
     for kind, names in value.items():
-        for name in _texts(names):
+        for name in _parse_texts(names):
             if kind == "AWS" and name == "*":
-                found.append("*")
+                principals.append("*")
             elif kind == "AWS" and name.isdigit():
-                found.append(f"AWS:arn:aws:iam::{name}:root")
+                principals.append(f"AWS:arn:aws:iam::{name}:root")
             else:
-                found.append(f"{kind}:{name}")
-    return tuple(dict.fromkeys(found))
+                principals.append(f"{kind}:{name}")
+    return tuple(dict.fromkeys(principals))
 
 
-def _conditions(data: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+def _parse_conditions(data: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     """Yield (operator, key, values), operator and key in lower case."""
     if not isinstance(data, Mapping):
         raise PolicyError("a condition is no object")
@@ -174,57 +191,62 @@ def _condition_text(value: Any) -> str:
 
 
 FEWEST_STEPS = 256
-"""Least that a budget is charged for one call, in steps."""
+"""Smallest charge of one call, in steps."""
 _STEP_BITS = 512
-"""How many characters of patterns one step looks at; longer sets of patterns pay for more steps."""
+"""Characters of patterns that one step covers; larger sets of patterns cost more steps."""
 _SPARE = string.ascii_lowercase + string.digits + "".join(map(chr, range(0xE000, 0xF8FF)))
-"""Characters of which one stands for all that no pattern names."""
+"""Candidates for the character that represents all characters in no pattern."""
 
 
 class TooManySteps(Exception):
-    """A comparison took more steps than it may; whoever wrote what is compared may have meant it to."""
+    """A comparison exceeded its step budget; its input may have been written to be expensive."""
 
 
 class Budget:
-    """Counts steps, each about a microsecond's work. ``spend`` raises TooManySteps when there are none left."""
+    """A budget of steps of about a microsecond each."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
 
     def spend(self, steps: int) -> None:
-        """Take ``steps`` off. Raises TooManySteps."""
+        """Subtract ``steps``. Raises TooManySteps if the budget is exhausted."""
         self.left -= steps
         if self.left < 0:
             raise TooManySteps
 
 
 def combinations(patterns: Sequence[str], budget: Budget) -> dict[int, str]:
-    """Return, for each set of patterns that some non-empty name matches while it matches no other of them, such a
-    name. A set is a number whose bit i stands for ``patterns[i]``. Raises TooManySteps.
+    """Return every set of patterns that some non-empty name matches exactly, with an example name.
 
-    A pattern that holds a policy variable (``${aws:username}``) is matched by what the variable's value decides, so
-    beside each name that it may match there is one that it does not, and what two such patterns have to do with one
-    another is not looked at: more combinations may be given than exist, never fewer.
+    A set is a number whose bit i stands for ``patterns[i]``. Raises TooManySteps.
+
+    Whether a pattern with a policy variable (``${aws:username}``) matches depends on the value of
+    the variable. So for each set that contains such a pattern, the set without it is returned too.
+    Relations between two such patterns are not considered: the result may contain sets that do not
+    occur, but never lacks one.
     """
     budget.spend(FEWEST_STEPS)
     plain = [re.sub(r"\$\{[^}]*\}", "*", pattern) for pattern in patterns]
     simple = all("?" not in pattern and "*" not in pattern[:-1] for pattern in plain)
-    found = dict((_simple if simple else _automaton)(plain, budget))
+    names = dict((_combine_prefixes if simple else _combine_patterns)(plain, budget))
     for bit in [1 << number for number, pattern in enumerate(patterns) if "${" in pattern]:
-        budget.spend(2 * len(found))
-        found |= {mask & ~bit: name for mask, name in found.items() if mask & bit and mask & ~bit not in found}
-    return found
+        budget.spend(2 * len(names))
+        names |= {mask & ~bit: name for mask, name in names.items() if mask & bit and mask & ~bit not in names}
+    return names
 
 
-def _simple(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, str]]:
-    """Answer for patterns without wildcards but a star at the end. What decides is then the longest beginning that
-    a name shares with a pattern, so the whole names and the beginnings, prolonged by something else, are enough."""
+def _combine_prefixes(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, str]]:
+    """Return the combinations of patterns whose only wildcard is a star at the end.
+
+    The longest prefix that a name shares with a pattern decides then, so it is enough to test the
+    exact names, and the prefixes with a spare character appended.
+    """
     whole: dict[str, int] = {}
     starts: dict[str, int] = {"": 0}
     for number, pattern in enumerate(patterns):
         of, text = (starts, pattern[:-1]) if pattern.endswith("*") else (whole, pattern)
         of[text] = of.get(text, 0) | 1 << number
-    spare = _spare(patterns)
+    spare = _spare_character(patterns)
     lengths = sorted({len(text) for text in starts})
     budget.spend((len(starts) + len(whole)) * len(lengths) * (1 + len(patterns) // _STEP_BITS))
     for name in [text + spare for text in starts] + [text for text in whole if text]:
@@ -234,9 +256,13 @@ def _simple(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, str]
         yield mask, name
 
 
-def _automaton(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, str]]:
-    """Walk over all texts at once. A state is the set of places that the patterns have reached, one bit a place; what
-    the next character can be is one of those that stand there, or any other."""
+def _combine_patterns(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, str]]:
+    """Return the combinations of arbitrary patterns, by a breadth-first walk over their joint
+    automaton.
+
+    A state is the set of positions that the patterns have reached, one bit per position. The next
+    character is one that occurs at these positions, or a spare one that stands for all others.
+    """
     letters: dict[int, str] = {}  # bit of a place -> the character that leads to the next place
     loops = ends = anything = start = named = 0
     steps: dict[str, int] = {}  # character -> places that it leads on from
@@ -258,10 +284,10 @@ def _automaton(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, s
         ends |= place
         owners[place] = 1 << number
         place <<= 1
-    start |= place  # a place of its own, so that the state before any text is not met again
-    spare = _spare(patterns)
+    start |= place  # a unique position, so that no text leads back to the initial state
+    spare = _spare_character(patterns)
     cost = 1 + place.bit_length() // _STEP_BITS
-    came: dict[int, tuple[int, str]] = {start: (0, "")}
+    origins: dict[int, tuple[int, str]] = {start: (0, "")}
     waiting = [start]
     seen: set[int] = set()
     for state in waiting:  # grows while it is walked, so the shortest name of each kind comes first
@@ -273,7 +299,7 @@ def _automaton(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, s
             live &= live - 1
         if state != start and mask not in seen:
             seen.add(mask)
-            yield mask, _name(came, state)
+            yield mask, _spell_name(origins, state)
         nexts = {spare}
         live = state & named
         while live:
@@ -282,68 +308,77 @@ def _automaton(patterns: Sequence[str], budget: Budget) -> Iterator[tuple[int, s
         for char in sorted(nexts):
             budget.spend(cost)
             after = (state & (steps.get(char, 0) | anything)) << 1 | state & loops
-            if after not in came:
-                came[after] = state, char
+            if after not in origins:
+                origins[after] = state, char
                 waiting.append(after)
 
 
-def _name(came: Mapping[int, tuple[int, str]], state: int) -> str:
+def _spell_name(origins: Mapping[int, tuple[int, str]], state: int) -> str:
     """Return the text that leads to a state."""
     chars: list[str] = []
-    while (step := came[state])[1]:
+    while (step := origins[state])[1]:
         state = step[0]
         chars.append(step[1])
     return "".join(reversed(chars))
 
 
-def _spare(patterns: Sequence[str]) -> str:
+def _spare_character(patterns: Sequence[str]) -> str:
+    """Return a character that occurs in none of the patterns."""
     used = set("".join(patterns))
     return next(char for char in _SPARE if char not in used)
 
 
 Atom = tuple[str, str, tuple[str, ...]]
-"""A condition: operator, key, values."""
+"""One condition: operator, key, values."""
 Term = frozenset[Atom]
-"""Conditions that hold together."""
-Request = tuple[str, str, str]
+"""A conjunction of conditions."""
+AccessRequest = tuple[str, str, str]
 """Principal, action, resource."""
 _MOST_TERMS = 16
-"""Most alternatives that the lists of values of one statement are taken apart into."""
+"""Largest number of alternatives into which the value lists of one statement are expanded."""
 _ACTIONS: Mapping[str, str] = {
     service: f"{service}:*" for service in ("sqs", "sns", "s3", "lambda", "kms", "ecr", "secretsmanager")
 } | {"iam": "sts:*"}
-"""By service, the actions that a policy of its resources is about; a role is there to be assumed."""
+"""The actions that a policy of a resource is about, by service; a role can only be assumed."""
 _BELOW: Mapping[str, str] = {"s3": "/*", "lambda": ":*"}
-"""How the names go on of what lies in a resource and is subject to its policy."""
+"""Suffix of the names of what lies in a resource and is subject to its policy, by service."""
 _ONE_OF = frozenset({"stringequals", "stringlike", "arnequals", "arnlike", "ipaddress", "numericequals", "bool"})
+"""Operators that hold if any of the values matches."""
 _NONE_OF = frozenset({"stringnotequals", "stringnotlike", "arnnotequals", "arnnotlike", "notipaddress"})
+"""Operators that hold if none of the values matches."""
 _OPTIONAL = "ifexists"
+"""Suffix of operators that also hold if the key is absent."""
 _TLS = "aws:securetransport"
+"""Key of the demand for TLS."""
 
 
 @dataclass(frozen=True)
 class Policies:
-    """Holds all that decides what one identity may do, or what may be done with one resource.
-
-    ``statements``: those of all its policies. ``boundary``: those of its permission boundary, None without one.
-    ``owner``: the ARN of the resource that the policies hang on; only requests for that resource count then.
-    """
+    """All policies that decide the rights of one identity, or the access to one resource."""
 
     statements: tuple[Statement, ...] = ()
+    """The statements of all its policies."""
     boundary: tuple[Statement, ...] | None = None
+    """The statements of its permission boundary, None without one."""
     owner: str = ""
+    """ARN of the resource that the policies are attached to, "" for an identity. Only requests for
+    that resource count then."""
 
 
 @dataclass(frozen=True)
 class Gain:
-    """Tells what a statement allows that was not allowed before. ``principal``, ``action`` and ``resource`` are as the
-    statement says them, ``conditions`` what it asks for; ``example`` is a request that is allowed now."""
+    """Access that a statement allows and that was not allowed before."""
 
     principal: str
+    """The pattern of the principal in the statement."""
     action: str
+    """The pattern of the action in the statement."""
     resource: str
+    """The pattern of the resource in the statement."""
     conditions: tuple[str, ...]
-    example: Request
+    """The conditions of the statement, as text."""
+    example: AccessRequest
+    """A request that is allowed now."""
 
     def __str__(self) -> str:
         where = f" where {' and '.join(self.conditions)}" if self.conditions else ""
@@ -351,49 +386,56 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Says how policies differ from those before. ``equal``: both allow the same and deny the same, where a request
-    that no statement is about is not a denied one, since another policy may allow it. ``gains``: what is allowed and
-    was not, once for each statement that allows it. ``loses``: whether anything was allowed that is not."""
+class PolicyDifference:
+    """The difference between two sets of policies."""
 
     equal: bool = True
+    """Whether both allow and deny the same requests. A request that no statement matches is not
+    denied, because another policy may allow it."""
     gains: tuple[Gain, ...] = ()
+    """New access, once for each statement that allows it."""
     loses: bool = False
+    """Whether a request is no longer allowed."""
 
 
-def compare_policies(before: Policies, after: Policies, budget: Budget) -> Comparison:
-    """Compare policies. A demand for TLS in ``after`` does not count where ``before`` does not speak of it. Raises
-    TooManySteps."""
+def compare_policies(before: Policies, after: Policies, budget: Budget) -> PolicyDifference:
+    """Compare policies. Raises TooManySteps.
+
+    A demand for TLS in ``after`` is ignored if ``before`` has no such condition.
+    """
     if before == after:
-        return Comparison()
-    same = True
+        return PolicyDifference()
+    equal = True
     loses = False
-    found: dict[Statement, Gain] = {}
-    for kind in _kinds(before, after, budget):
+    gains: dict[Statement, Gain] = {}
+    for kind in _request_kinds(before, after, budget):
         old = kind.before
         new = kind.after
         if old == new:
             continue
-        same = same and all(
+        equal = equal and all(
             kind.implies(first.deny, second.deny) and kind.implies(first.deny + first.allow, second.deny + second.allow)
             for first, second in ((old, new), (new, old))
         )
-        loses = loses or any(kind.gained(term, new, old) is not None for term in old.allow)
+        loses = loses or any(kind.find_gain(term, new, old) is not None for term in old.allow)
         for term in new.allow:
-            granted = kind.gained(term, old, new)
+            granted = kind.find_gain(term, old, new)
             if granted is not None:
                 source = next(one for one in kind.sources if any(part <= term for part in one.terms))
-                found.setdefault(source.statement, _gain(source, granted, kind.request))
-    return Comparison(same, tuple(found.values()), loses)
+                gains.setdefault(source.statement, _build_gain(source, granted, kind.request))
+    return PolicyDifference(equal, tuple(gains.values()), loses)
 
 
 @dataclass(frozen=True)
 class _Clause:
-    """Is a statement with its conditions taken apart: it applies where one of the ``terms`` holds."""
+    """A statement with its conditions expanded: it applies if one of the ``terms`` holds."""
 
     statement: Statement
+    """The statement."""
     principals: Names
+    """Its principals, including those who belong to them."""
     terms: tuple[Term, ...]
+    """Alternatives of its conditions."""
 
     @property
     def allow(self) -> bool:
@@ -402,19 +444,22 @@ class _Clause:
 
 
 class _Conditions:
-    """Knows what conditions have to do with one another."""
+    """Implications between the conditions of some clauses."""
 
     def __init__(self, clauses: Sequence[_Clause], budget: Budget) -> None:
         atoms = {atom for clause in clauses for term in clause.terms for atom in term}
         budget.spend(len(atoms) ** 2)
-        self._implied = {atom: {other for other in atoms if _follows(atom, other)} for atom in atoms}
+        self._implied = {atom: {other for other in atoms if _implies(atom, other)} for atom in atoms}
 
-    def closed(self, term: Term) -> Term | None:
-        """Return the conditions with all that they imply; None where they cannot hold together."""
+    def close(self, term: Term) -> Term | None:
+        """Return a term with all conditions that it implies; None if the conditions contradict each
+        other."""
         if not term:
             return term
         whole = frozenset().union(*(self._implied[atom] for atom in term))
-        exact = {(key, values[0]) for operator, key, values in whole if operator == "equals" and _plain(values)}
+        exact = {
+            (key, values[0]) for operator, key, values in whole if operator == "equals" and _has_no_variables(values)
+        }
         if len({key for key, _ in exact}) < len(exact):
             return None
         if any(operator == "notequals" and (key, values[0]) in exact for operator, key, values in whole):
@@ -424,79 +469,99 @@ class _Conditions:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Says when a request is denied and when it is allowed, if it is not denied: where one of the terms holds."""
+    """The answer to a request: denied or, if it is not denied, allowed where one of the terms
+    holds."""
 
     allow: tuple[Term, ...]
+    """Terms under which it is allowed."""
     deny: tuple[Term, ...]
+    """Terms under which it is denied."""
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """Stands for all requests that the same statements are about."""
+class _RequestKind:
+    """All requests that match the same statements, represented by one of them."""
 
-    request: Request
+    request: AccessRequest
+    """The representative."""
     before: _Answer
+    """The answer of the old policies."""
     after: _Answer
+    """The answer of the new policies."""
     sources: tuple[_Clause, ...]
+    """The new clauses that allow the request."""
     conditions: _Conditions
+    """Implications between the conditions."""
     budget: Budget
+    """Budget of the comparison."""
 
     def implies(self, first: Sequence[Term], second: Sequence[Term]) -> bool:
-        """Return whether one of the second terms holds wherever one of the first does."""
-        return all(self._met(second, self.conditions.closed(term)) for term in first)
+        """Return whether one of the second terms holds whenever one of the first terms does."""
+        return all(self._is_met(second, self.conditions.close(term)) for term in first)
 
-    def gained(self, term: Term, old: _Answer, new: _Answer) -> Term | None:
-        """Return conditions under which ``term`` of the new answer allows what the old does not; None if there are
-        none."""
-        holding = self.conditions.closed(term)
-        if holding is None or self._met(new.deny, holding):
+    def find_gain(self, term: Term, old: _Answer, new: _Answer) -> Term | None:
+        """Return conditions under which ``term`` of the new answer allows a request that the old
+        answer does not.
+
+        None if there are none.
+        """
+        holding = self.conditions.close(term)
+        if holding is None or self._is_met(new.deny, holding):
             return None
-        if not self._met(old.allow, holding):
+        if not self._is_met(old.allow, holding):
             return term
         for denial in old.deny:
-            both = self.conditions.closed(term | denial)
-            if both is not None and not self._met(new.deny, both):
+            both = self.conditions.close(term | denial)
+            if both is not None and not self._is_met(new.deny, both):
                 return term | denial
         return None
 
-    def _met(self, terms: Sequence[Term], holding: Term | None) -> bool:
+    def _is_met(self, terms: Sequence[Term], holding: Term | None) -> bool:
+        """Return whether one of the terms follows from the closed term ``holding``; a contradiction
+        implies all."""
         self.budget.spend(1 + len(terms) // 8)
         return holding is None or any(term <= holding for term in terms)
 
 
-def _kinds(before: Policies, after: Policies, budget: Budget) -> Iterator[_Kind]:
-    """Yield every kind of request that the policies of the two tell apart."""
-    budget.spend(len(_all(before)) + len(_all(after)))
-    if not any(one[1] == _TLS for statement in _all(before) for one in statement.conditions):
-        after = _with_tls(after)
+def _request_kinds(before: Policies, after: Policies, budget: Budget) -> Iterator[_RequestKind]:
+    """Yield every kind of request that the two sets of policies distinguish.
+
+    Clauses are the bits of a number. ``live`` maps each set of clauses that some request matches to
+    the principal, action and resource of such a request; it is refined by one of the three at a
+    time.
+    """
+    budget.spend(len(_all_statements(before)) + len(_all_statements(after)))
+    if not any(one[1] == _TLS for statement in _all_statements(before) for one in statement.conditions):
+        after = _assume_tls_everywhere(after)
     clauses: list[_Clause] = []
     parts: list[tuple[int, int]] = []
     for statements in (before.statements, before.boundary or (), after.statements, after.boundary or ()):
         begin = len(clauses)
-        clauses += [clause for statement in statements for clause in _clauses(statement)]
+        clauses += [clause for statement in statements for clause in _expand_clauses(statement)]
         parts.append((begin, len(clauses)))
     budget.spend(len(clauses))
     conditions = _Conditions(clauses, budget)
-    actions, resources = _about(after.owner or before.owner)
+    actions, resources = _scope_of(after.owner or before.owner)
     live: dict[int, tuple[str, ...]] = {(1 << len(clauses)) - 1: ()}
     for sets, within in (
         ([clause.principals for clause in clauses], ()),
         ([clause.statement.actions for clause in clauses], actions),
         ([clause.statement.resources for clause in clauses], resources),
     ):
-        kinds = _told_apart(sets, within, budget)
+        kinds = _distinguish(sets, within, budget)
         budget.spend(len(live) * len(kinds))
         live = {one & other: (*names, name) for one, names in live.items() for other, name in kinds.items()}
     for mask, (who, what, where) in live.items():
         about = [[clauses[n] for n in range(*part) if mask >> n & 1] for part in parts]
         budget.spend(len(clauses))
-        old = _answer(about[0], about[1] if before.boundary is not None else None, budget)
-        new = _answer(about[2], about[3] if after.boundary is not None else None, budget)
+        old = _build_answer(about[0], about[1] if before.boundary is not None else None, budget)
+        new = _build_answer(about[2], about[3] if after.boundary is not None else None, budget)
         sources = tuple(clause for clause in about[2] if clause.allow)
-        yield _Kind((who, what, where), old, new, sources, conditions, budget)
+        yield _RequestKind((who, what, where), old, new, sources, conditions, budget)
 
 
-def _answer(clauses: Sequence[_Clause], boundary: Sequence[_Clause] | None, budget: Budget) -> _Answer:
+def _build_answer(clauses: Sequence[_Clause], boundary: Sequence[_Clause] | None, budget: Budget) -> _Answer:
+    """Return the answer of clauses, limited by a permission boundary if there is one."""
     allow = dict.fromkeys(term for clause in clauses if clause.allow for term in clause.terms)
     deny = dict.fromkeys(term for clause in (*clauses, *(boundary or ())) if not clause.allow for term in clause.terms)
     if boundary is not None:
@@ -506,9 +571,12 @@ def _answer(clauses: Sequence[_Clause], boundary: Sequence[_Clause] | None, budg
     return _Answer(tuple(allow), tuple(deny))
 
 
-def _told_apart(names: Sequence[Names], within: Sequence[str], budget: Budget) -> dict[int, str]:
-    """Return, for each choice of the sets that some name belongs to and to no other, such a name. Only names that
-    match one of the patterns ``within`` count, if there are any. The sets are bits of a number."""
+def _distinguish(names: Sequence[Names], within: Sequence[str], budget: Budget) -> dict[int, str]:
+    """Return each combination of the sets that some name belongs to exactly, with an example name.
+
+    A combination is a number with one bit per set. If there are patterns ``within``, only names
+    that match one of them count.
+    """
     bits: dict[Names, int] = {}
     for number, one in enumerate(names):
         bits[one] = bits.get(one, 0) | 1 << number
@@ -526,19 +594,23 @@ def _told_apart(names: Sequence[Names], within: Sequence[str], budget: Budget) -
     return found
 
 
-def _about(owner: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return patterns of the actions and the resources that policies of a resource are about; empty for any."""
+def _scope_of(owner: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return patterns of the actions and resources that the policies of a resource are about; empty
+    for any."""
     service = owner.split(":")[2] if owner.count(":") > 2 else ""
     if service not in _ACTIONS:
         return (), ()
     return (_ACTIONS[service],), (owner, *([owner + _BELOW[service]] if service in _BELOW else []))
 
 
-def _clauses(statement: Statement) -> Iterator[_Clause]:
-    """Yield what a statement says, also about those who belong to the principals that it names. Whom an account as a
-    whole is allowed something, it may be given by the account's own policies; a denial is for all of its members."""
+def _expand_clauses(statement: Statement) -> Iterator[_Clause]:
+    """Yield the clauses of a statement, extended to those who belong to its principals.
+
+    If an account as a whole is allowed something, its own policies may pass the right on to its
+    members; a denial applies to all of its members.
+    """
     who = statement.principals
-    clause = _Clause(statement, who, _terms(statement.conditions))
+    clause = _Clause(statement, who, _expand_terms(statement.conditions))
     if who == Names():
         yield clause
         return
@@ -559,8 +631,8 @@ def _clauses(statement: Statement) -> Iterator[_Clause]:
         yield replace(clause, principals=Names(tuple(dict.fromkeys(members))), terms=terms)
 
 
-def _terms(conditions: Sequence[Atom]) -> tuple[Term, ...]:
-    """Return the alternatives that a statement's conditions come to."""
+def _expand_terms(conditions: Sequence[Atom]) -> tuple[Term, ...]:
+    """Return the alternatives of a statement's conditions."""
     each = [_alternatives(*condition) for condition in conditions]
     if math.prod(map(len, each)) > _MOST_TERMS:
         each = [[frozenset({(operator, key, tuple(sorted(values)))})] for operator, key, values in conditions]
@@ -568,16 +640,20 @@ def _terms(conditions: Sequence[Atom]) -> tuple[Term, ...]:
 
 
 def _alternatives(operator: str, key: str, values: tuple[str, ...]) -> list[Term]:
+    """Return the alternatives of one condition, a term for each value that satisfies it."""
     suffix = _OPTIONAL if operator.endswith(_OPTIONAL) else ""
     base = operator.removesuffix(_OPTIONAL)
     if not values or base not in _ONE_OF | _NONE_OF:
         return [frozenset({(operator, key, tuple(sorted(set(values))))})]
-    atoms = [(_exact(base, value) + suffix, key, (value.lower() if base == "bool" else value,)) for value in values]
+    atoms = [
+        (_canonical_operator(base, value) + suffix, key, (value.lower() if base == "bool" else value,))
+        for value in values
+    ]
     return [frozenset({atom}) for atom in atoms] if base in _ONE_OF else [frozenset(atoms)]
 
 
-def _exact(operator: str, value: str) -> str:
-    """Return one name for all operators that compare a text as it stands."""
+def _canonical_operator(operator: str, value: str) -> str:
+    """Return one name for all operators that compare a text literally."""
     kind = operator.replace("not", "")
     exact = kind == "stringequals" or (kind in ("stringlike", "arnlike", "arnequals") and not set("*?") & set(value))
     if not exact:
@@ -585,8 +661,8 @@ def _exact(operator: str, value: str) -> str:
     return "notequals" if kind != operator else "equals"
 
 
-def _follows(atom: Atom, other: Atom) -> bool:
-    """Return whether the second condition holds wherever the first does, as far as is known."""
+def _implies(atom: Atom, other: Atom) -> bool:
+    """Return whether the first condition implies the second one, as far as the comparison can tell."""
     if atom == other:
         return True
     operator, key, values = atom
@@ -600,8 +676,8 @@ def _follows(atom: Atom, other: Atom) -> bool:
     if operator == wider == "arnlike" and len(values) == len(patterns) == 1 and "?" not in patterns[0]:
         narrow = values[0].split(":", 5)
         wide = patterns[0].split(":", 5)
-        return _plain(values + patterns) and len(narrow) == len(wide) and all(map(matches, wide, narrow))
-    if operator != "equals" or not _plain(values + patterns):
+        return _has_no_variables(values + patterns) and len(narrow) == len(wide) and all(map(matches, wide, narrow))
+    if operator != "equals" or not _has_no_variables(values + patterns):
         return False
     if wider == "stringlike":
         return matches(patterns[0], values[0])
@@ -610,21 +686,24 @@ def _follows(atom: Atom, other: Atom) -> bool:
     return wider == "arnlike" and len(name) == len(pattern) and all(map(matches, pattern, name))
 
 
-def _plain(values: Sequence[str]) -> bool:
+def _has_no_variables(values: Sequence[str]) -> bool:
+    """Return whether none of the values contains a policy variable."""
     return not any("${" in value for value in values)
 
 
-def _all(policies: Policies) -> tuple[Statement, ...]:
+def _all_statements(policies: Policies) -> tuple[Statement, ...]:
+    """Return the statements of the policies and of their boundary."""
     return policies.statements + (policies.boundary or ())
 
 
-def _with_tls(policies: Policies) -> Policies:
-    """Return what is left of the policies for requests that come over TLS, as all do that nobody thought about."""
-    boundary = None if policies.boundary is None else _over_tls(policies.boundary)
-    return replace(policies, statements=_over_tls(policies.statements), boundary=boundary)
+def _assume_tls_everywhere(policies: Policies) -> Policies:
+    """Return the policies as they apply to requests over TLS, the default of all clients."""
+    boundary = None if policies.boundary is None else _assume_tls(policies.boundary)
+    return replace(policies, statements=_assume_tls(policies.statements), boundary=boundary)
 
 
-def _over_tls(statements: Sequence[Statement]) -> tuple[Statement, ...]:
+def _assume_tls(statements: Sequence[Statement]) -> tuple[Statement, ...]:
+    """Return the statements that can apply over TLS, without their demand for TLS."""
     plain = {("bool", _TLS, ("true",)), ("boolifexists", _TLS, ("true",))}
     never = {("bool", _TLS, ("false",))}
     return tuple(
@@ -634,16 +713,17 @@ def _over_tls(statements: Sequence[Statement]) -> tuple[Statement, ...]:
     )
 
 
-def _gain(source: _Clause, term: Term, request: Request) -> Gain:
-    said = source.statement
-    parts = zip((source.principals, said.actions, said.resources), request, strict=True)
-    who, what, where = (_said(names, example) for names, example in parts)
+def _build_gain(source: _Clause, term: Term, request: AccessRequest) -> Gain:
+    """Return the gain of a request by a clause under the conditions of a term."""
+    statement = source.statement
+    parts = zip((source.principals, statement.actions, statement.resources), request, strict=True)
+    who, what, where = (_matching_pattern(names, example) for names, example in parts)
     conditions = tuple(sorted(" ".join([key, operator, *values]) for operator, key, values in term))
     return Gain(who, what, where, conditions, request)
 
 
-def _said(names: Names, example: str) -> str:
-    """Return the pattern that the example fits, as the statement has it."""
+def _matching_pattern(names: Names, example: str) -> str:
+    """Return the pattern of a statement that the example matches."""
     if names.inverted:
         return "anything but " + ", ".join(names.patterns)
     return next((pattern for pattern in names.patterns if matches(pattern, example)), names.patterns[0])

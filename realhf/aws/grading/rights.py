@@ -1,18 +1,20 @@
-"""Says who may do what in an account, and what anybody may do in one state of it and not in another.
+"""Access rights in an account, and the rights that one state of it grants and another does not.
 
-``read_rights`` resolves all policies of an account: for each user those of its own, attached ones and those of its
-groups, within its permission boundary; for each role the same and who may assume it; for each other resource the
-policies that hang on it, and the grants of keys. ``compare_rights`` compares two accounts holder by holder, by meaning
-(see ``policy_comparison`` for what is certain and what is not). It errs on the side of caution:
+``read_rights`` resolves all policies of an account: for each user the policies of its own, the
+attached ones and those of its groups, within its permission boundary; for each role the same, plus
+who may assume it; for each other resource the policies attached to it, and the grants of keys.
+``compare_rights`` compares two accounts holder by holder, by meaning (``policy_comparison`` states
+what is exact). When in doubt it assumes more rights:
 
-- policies of AWS's own are known by name, but for the widest their content is not: each may allow anything, and is
-  equal to nothing but itself;
-- a document that cannot be read as a policy may allow anything, too;
-- what needs more than MOST_STEPS steps to be compared is not: the holder is named among the ``unread``, and neither
-  equality nor a gain is claimed.
+- AWS managed policies are known by name only, except the widest. Each may allow anything, and equals
+  nothing but itself.
+- A document that cannot be parsed as a policy may allow anything.
+- A holder whose comparison needs more than MOST_STEPS steps is listed in ``unread``; neither equality
+  nor a gain is claimed for it.
 
-Not looked at: what a holder comes to by way of another (assuming a role, passing one to a service), and settings that
-are no policies: access lists of buckets, function URLs without a login, network rules.
+Not covered: rights that a holder reaches through another one (by assuming a role, or passing one to
+a service), and settings that are not policies: access lists of buckets, function URLs without
+authentication, network rules.
 """
 
 from __future__ import annotations
@@ -37,37 +39,46 @@ from realhf.aws.grading.policy_comparison import (
 from realhf.aws.tasks.task import ACCOUNT_ID
 
 Resources = Mapping[tuple[str, str, str], Mapping[str, Any]]
-"""Attributes of resources by service, kind and identity, as a ``Snapshot`` has them: documents parsed or as text."""
+"""Attributes of resources by (service, kind, identity), as in a ``Snapshot``; policies parsed or as
+text."""
 MOST_STEPS = 50_000
-"""Most steps that the comparison of two accounts takes, at most a tenth of a second. Ten statements of ten actions and
-five resources each take 4,000."""
+"""Step budget of the comparison of two accounts, about 0.1 s at most. Ten statements with ten
+actions and five resources each take 4,000 steps."""
 _AWS_POLICIES = "arn:aws:iam::aws:policy/"
+"""Prefix of the ARNs of AWS managed policies."""
 _DEEPEST = 12
+"""Depth to which attributes are searched for policies."""
 _LITERAL = "\uf8ff{"
-"""Stands for the beginning of a variable in policies of a language without variables, the one of 2008, which is meant
-where no version is said."""
+"""Replaces ``${`` in policies of the version 2008-10-17, which has no variables and is the default
+if a policy states no version."""
 
 
 @dataclass(frozen=True)
 class Rights:
-    """Holds all rights in an account. ``users`` and ``roles``: what they may do, by ARN; ``groups``: what they pass
-    on; ``resources``: what may be done with each, by whom, by a name that tells service, kind and identity."""
+    """All rights in an account. The keys of the four mappings name the holders."""
 
     users: Mapping[str, Policies]
+    """Policies of each user, by ARN."""
     roles: Mapping[str, Policies]
+    """Policies of each role, by ARN."""
     groups: Mapping[str, Policies]
+    """Policies that each group passes on to its members, by name."""
     resources: Mapping[str, Policies]
+    """Policies of each resource, by a name made of service, kind, identity and path."""
 
 
 @dataclass(frozen=True)
 class MoreRights:
-    """Tells of somebody who may do more. ``holder``: whose policies allow it, an identity or a resource; ``who``:
-    "anybody", "another account", "a service" or "the account"; ``new``: whether the holder did not exist before."""
+    """One right that a holder gained."""
 
     holder: str
+    """The identity or resource whose policies allow it."""
     gain: Gain
+    """The right."""
     who: str
+    """Who gained it: "anybody", "another account", "a service" or "the account"."""
     new: bool
+    """Whether the holder did not exist before."""
 
     def __str__(self) -> str:
         who = self.holder if self.gain.principal == "" else f"{self.gain.principal} ({self.who})"
@@ -76,21 +87,29 @@ class MoreRights:
 
 @dataclass(frozen=True)
 class RightsChange:
-    """Holds how the rights in two accounts differ: the holders whose policies mean something else, what is allowed
-    beyond, and the holders whose policies are too much work to compare."""
+    """The difference between the rights in two accounts."""
 
     changed: tuple[str, ...] = ()
+    """Holders whose policies have a different meaning."""
     more: tuple[MoreRights, ...] = ()
+    """Rights that are gained."""
     unread: tuple[str, ...] = ()
+    """Holders whose policies take too many steps to compare."""
 
 
 def compare_rights(before: Rights, after: Rights) -> RightsChange:
-    """Return how the rights in an account differ from those before."""
+    """Return how the rights ``after`` differ from those ``before``."""
     budget = Budget(MOST_STEPS)
     changed: list[str] = []
     more: list[MoreRights] = []
     unread: list[str] = []
-    let_in = [s.principals for one in (before, after) for p in one.resources.values() for s in p.statements if s.allow]
+    admitted = [
+        statement.principals
+        for rights in (before, after)
+        for policies in rights.resources.values()
+        for statement in policies.statements
+        if statement.allow
+    ]
     for old, new, identity in (
         (before.users, after.users, True),
         (before.roles, after.roles, True),
@@ -98,46 +117,47 @@ def compare_rights(before: Rights, after: Rights) -> RightsChange:
         (before.resources, after.resources, False),
     ):
         for holder in sorted(old.keys() | new.keys()):
-            one = old.get(holder, Policies())
-            other = new.get(holder, Policies())
-            if one == other:
+            old_policies = old.get(holder, Policies())
+            new_policies = new.get(holder, Policies())
+            if old_policies == new_policies:
                 continue
             try:
-                found = compare_policies(one, other, budget)
+                difference = compare_policies(old_policies, new_policies, budget)
             except TooManySteps:
                 unread.append(holder)
                 continue
-            if found.equal:
+            if difference.equal:
                 continue
-            if not identity or found.gains or found.loses or _is_let_in(holder, let_in):
+            # A change that only denies counts for an identity if a resource admits it by itself.
+            if not identity or difference.gains or difference.loses or _is_admitted(holder, admitted):
                 changed.append(holder)
-            if old is not before.groups:  # what a group passes on is counted with its members
-                more += [_more(holder, gain, identity, holder not in old) for gain in found.gains]
+            if old is not before.groups:  # rights that a group passes on are counted with its members
+                more += [_build_more_rights(holder, gain, identity, holder not in old) for gain in difference.gains]
     return RightsChange(tuple(changed), tuple(more), tuple(unread))
 
 
-def read_rights(resources: Resources, renamed: Callable[[str], str] = str) -> Rights:
-    """Return the rights in an account. ``renamed`` is applied to all names and texts that are read."""
+def read_rights(resources: Resources, rename: Callable[[str], str] = str) -> Rights:
+    """Return the rights in an account. ``rename`` is applied to all names and texts that are read."""
     iam = {kind: {} for kind in _IAM_KINDS}
     others: dict[str, Policies] = {}
     for (service, kind, identity), attributes in resources.items():
         if service == "iam" and kind in iam:
             iam[kind][identity] = attributes
         elif service != "iam":
-            others |= _hanging(service, kind, renamed(identity), attributes, renamed)
-    managed = _Managed(iam["policies"], renamed)
+            others |= _attached_to_resource(service, kind, rename(identity), attributes, rename)
+    managed = _ManagedPolicies(iam["policies"], rename)
     groups = {}
     members = {}
     for name, group in iam["groups"].items():
         inline = iam["group_inline_policies"].get(name, {})
-        groups[name] = (*managed.attached(group), *_read_all(inline, renamed))
+        groups[name] = (*managed.attached(group), *_read_documents(inline, rename))
         for user in group.get("Users") or ():
             members.setdefault(str(user), []).append(name)
     users = {
-        renamed(str(user.get("Arn", name))): Policies(
+        rename(str(user.get("Arn", name))): Policies(
             (
                 *managed.attached(user),
-                *_read_all(iam["user_inline_policies"].get(name, {}), renamed),
+                *_read_documents(iam["user_inline_policies"].get(name, {}), rename),
                 *(statement for group in members.get(name, ()) for statement in groups[group]),
             ),
             managed.boundary(user),
@@ -145,56 +165,65 @@ def read_rights(resources: Resources, renamed: Callable[[str], str] = str) -> Ri
         for name, user in iam["users"].items()
     }
     roles = {
-        renamed(str(role.get("Arn", name))): Policies(
-            (*managed.attached(role), *_read_all(role.get("InlinePolicies") or {}, renamed)), managed.boundary(role)
+        rename(str(role.get("Arn", name))): Policies(
+            (*managed.attached(role), *_read_documents(role.get("InlinePolicies") or {}, rename)),
+            managed.boundary(role),
         )
         for name, role in iam["roles"].items()
     }
     for name, role in iam["roles"].items():
-        arn = renamed(str(role.get("Arn", name)))
-        others[f"trust in {arn}"] = Policies(read_document(role.get("AssumeRolePolicyDocument"), renamed), None, arn)
+        arn = rename(str(role.get("Arn", name)))
+        others[f"trust in {arn}"] = Policies(read_document(role.get("AssumeRolePolicyDocument"), rename), None, arn)
     return Rights(users, roles, {name: Policies(statements) for name, statements in groups.items()}, others)
 
 
 _IAM_KINDS = ("users", "roles", "groups", "policies", "user_inline_policies", "group_inline_policies")
+"""Kinds of IAM records that hold policies or refer to them."""
 
 
-class _Managed:
-    """Finds managed policies by ARN."""
+class _ManagedPolicies:
+    """The managed policies of an account, by ARN."""
 
-    def __init__(self, policies: Mapping[str, Mapping[str, Any]], renamed: Callable[[str], str]) -> None:
+    def __init__(self, policies: Mapping[str, Mapping[str, Any]], rename: Callable[[str], str]) -> None:
         self._policies = {str(one.get("Arn", name)): one for name, one in policies.items()}
-        self._renamed = renamed
+        self._rename = rename
 
     def attached(self, holder: Mapping[str, Any]) -> Iterator[Statement]:
-        """Yield the statements of the policies that are attached to a user, role or group."""
+        """Yield the statements of the policies attached to a user, role or group."""
         for arn in holder.get("AttachedPolicies") or ():
             yield from self._statements(str(arn))
 
     def boundary(self, holder: Mapping[str, Any]) -> tuple[Statement, ...] | None:
-        """Return the statements of a permission boundary; None where there is none."""
+        """Return the statements of a permission boundary, None if there is none."""
         arn = holder.get("PermissionsBoundary")
         return tuple(self._statements(str(arn))) if arn else None
 
     def _statements(self, arn: str) -> tuple[Statement, ...]:
+        """Return the statements of the default version of a policy."""
         policy = self._policies.get(arn)
         if policy is None:
-            return _EVERYTHING if arn == _AWS_POLICIES + "AdministratorAccess" else _unknown(self._renamed(arn))
+            return _EVERYTHING if arn == _AWS_POLICIES + "AdministratorAccess" else _unknown_policy(self._rename(arn))
         version = (policy.get("Versions") or {}).get(policy.get("DefaultVersionId")) or {}
-        return read_document(version.get("Document"), self._renamed)
+        return read_document(version.get("Document"), self._rename)
 
 
-def read_document(document: Any, renamed: Callable[[str], str] = str) -> tuple[Statement, ...]:
-    """Return the statements of a policy, given as an object or as text; none where there is no document. All parts of
-    a statement may be lists. What cannot be read as a policy is a statement that may allow anything."""
+def read_document(document: Any, rename: Callable[[str], str] = str) -> tuple[Statement, ...]:
+    """Return the statements of a policy, given as an object or as JSON text; empty without a
+    document.
+
+    Every part of a statement may be a list. A document that cannot be parsed becomes a statement
+    that may allow anything.
+    """
     if document in (None, "", {}):
         return ()
     text = document if isinstance(document, str) else json.dumps(document, sort_keys=True, default=str)
-    return _statements_of(renamed(text))
+    return _parse_statements(rename(text))
 
 
 @functools.lru_cache(maxsize=512)
-def _statements_of(text: str) -> tuple[Statement, ...]:
+def _parse_statements(text: str) -> tuple[Statement, ...]:
+    """Return the statements of a policy in JSON. Cached, because most policies occur in many
+    snapshots."""
     try:
         document = json.loads(text)
         if isinstance(document, dict) and document.get("Statement") == []:
@@ -203,11 +232,11 @@ def _statements_of(text: str) -> tuple[Statement, ...]:
             text = text.replace("${", _LITERAL)
         return parse_policy(_with_single_effects(json.loads(text)) if '"Effect": [' in text else text)
     except (PolicyError, ValueError, RecursionError):
-        return _unknown(f"a policy that cannot be read ({len(text)} characters)", text)
+        return _unknown_policy(f"a policy that cannot be read ({len(text)} characters)", text)
 
 
 def _with_single_effects(document: Any) -> Any:
-    """Return a policy with each effect that is a list of one as that one."""
+    """Return a policy in which each effect that is a list of one value is that value."""
     statements = document.get("Statement") if isinstance(document, Mapping) else None
     listed = statements if isinstance(statements, list) else [statements]
     return {
@@ -220,38 +249,42 @@ def _with_single_effects(document: Any) -> Any:
     }
 
 
-def _unknown(name: str, content: str = "") -> tuple[Statement, ...]:
-    """Return the statement of a policy whose content is not known."""
+def _unknown_policy(name: str, content: str = "") -> tuple[Statement, ...]:
+    """Return the statement of a policy with unknown content."""
     return (Statement(True, conditions=(("says so", name, (content,) if content else ()),)),)
 
 
 _EVERYTHING = (Statement(True),)
+"""The statements of AdministratorAccess."""
 
 
-def _read_all(documents: Mapping[str, Any], renamed: Callable[[str], str]) -> Iterator[Statement]:
+def _read_documents(documents: Mapping[str, Any], rename: Callable[[str], str]) -> Iterator[Statement]:
+    """Yield the statements of inline policies."""
     for document in documents.values():
-        yield from read_document(document, renamed)
+        yield from read_document(document, rename)
 
 
-def _hanging(
-    service: str, kind: str, identity: str, attributes: Mapping[str, Any], renamed: Callable[[str], str]
+def _attached_to_resource(
+    service: str, kind: str, identity: str, attributes: Mapping[str, Any], rename: Callable[[str], str]
 ) -> dict[str, Policies]:
-    """Return the policies that hang on a resource, by name; a grant of a key is one, too."""
+    """Return the policies attached to a resource, by name. A grant of a key counts as one."""
     if (service, kind) == ("kms", "grants"):
-        return {f"kms/grants/{identity}": _key_grant(attributes, renamed)}
-    documents = [*_documents(attributes, "")]
-    if not documents:
+        return {f"kms/grants/{identity}": _read_key_grant(attributes, rename)}
+    policies = [*_find_policies(attributes, "")]
+    if not policies:
         return {}
-    owner = renamed(arn_of(service, identity, attributes))
+    owner = rename(arn_of(service, identity, attributes))
     return {
-        "/".join(filter(None, (service, kind, identity, path))): Policies(read_document(found, renamed), None, owner)
-        for path, found in documents
+        "/".join(filter(None, (service, kind, identity, path))): Policies(read_document(policy, rename), None, owner)
+        for path, policy in policies
     }
 
 
-def _documents(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each policy that says for whom it is, with its path. Attributes are JSON, so a map is a ``dict``, which is
-    ten times faster to ask for than any Mapping."""
+def _find_policies(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (path, policy) for each policy among the attributes that names principals.
+
+    Attributes are JSON, so a map is a ``dict``, which ``isinstance`` tests ten times faster than Mapping.
+    """
     if isinstance(value, str) and value[:1] == "{" and '"Statement"' in value:
         try:
             value = json.loads(value)
@@ -265,25 +298,25 @@ def _documents(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Map
             return
         for name, item in value.items():
             if isinstance(item, (dict, list)) or (isinstance(item, str) and item[:1] == "{"):
-                yield from _documents(item, f"{path}/{name}" if path else str(name), depth + 1)
+                yield from _find_policies(item, f"{path}/{name}" if path else str(name), depth + 1)
     elif isinstance(value, list) and depth <= _DEEPEST:
         for number, item in enumerate(value):
             if isinstance(item, (dict, list)):
-                yield from _documents(item, f"{path}/{number}", depth + 1)
+                yield from _find_policies(item, f"{path}/{number}", depth + 1)
 
 
 def arn_of(service: str, identity: str, attributes: Mapping[str, Any]) -> str:
-    """Return the ARN of a resource as far as it can be told, else nothing."""
+    """Return the ARN of a resource as far as its attributes contain it, else ""."""
     if service == "s3":
         return f"arn:aws:s3:::{identity}" if not identity.startswith("arn:") else identity
     if identity.startswith("arn:"):
         return identity
     names = _ARN_FIELDS.get(service, ())
-    for held in (attributes, attributes.get("attributes"), attributes.get("config")):
-        if isinstance(held, Mapping):
-            found = next((held[name] for name in names if isinstance(held.get(name), str)), "")
-            if found:
-                return found
+    for mapping in (attributes, attributes.get("attributes"), attributes.get("config")):
+        if isinstance(mapping, Mapping):
+            arn = next((mapping[name] for name in names if isinstance(mapping.get(name), str)), "")
+            if arn:
+                return arn
     return ""
 
 
@@ -293,28 +326,31 @@ _ARN_FIELDS: Mapping[str, tuple[str, ...]] = {
     "lambda": ("FunctionArn",),
     "kms": ("Arn",),
 }
+"""Attributes that contain the ARN of a resource, by service."""
 
 
-def _key_grant(grant: Mapping[str, Any], renamed: Callable[[str], str]) -> Policies:
+def _read_key_grant(grant: Mapping[str, Any], rename: Callable[[str], str]) -> Policies:
+    """Return a grant of a KMS key as the policies of the key."""
     actions = tuple(f"kms:{name}".lower() for name in grant.get("Operations") or ())
     who = tuple(
         (f"Service:{name}" if name.endswith(".amazonaws.com") else f"AWS:{name}")
-        for name in [renamed(str(grant.get("GranteePrincipal", "")))]
+        for name in [rename(str(grant.get("GranteePrincipal", "")))]
     )
-    owner = renamed(str(grant.get("KeyId", "")))
+    owner = rename(str(grant.get("KeyId", "")))
     limits = grant.get("Constraints")
     conditions = (("equals", "constraints", (json.dumps(limits, sort_keys=True),)),) if limits else ()
     return Policies((Statement(True, Names(who), Names(actions), Names(), conditions),) if actions else (), None, owner)
 
 
-def _more(holder: str, gain: Gain, identity: bool, new: bool) -> MoreRights:
+def _build_more_rights(holder: str, gain: Gain, identity: bool, new: bool) -> MoreRights:
+    """Return a gained right. Gains of an identity belong to the account itself."""
     if identity:
         return MoreRights(holder, replace(gain, principal=""), "the account", new)
-    return MoreRights(holder, gain, _who(gain.principal), new)
+    return MoreRights(holder, gain, _classify_principal(gain.principal), new)
 
 
-def _who(principal: str) -> str:
-    """Return to whom a principal belongs, as a statement says it."""
+def _classify_principal(principal: str) -> str:
+    """Return the kind of holder that a principal of a statement stands for."""
     if principal.startswith("Service:"):
         return "a service"
     arn = principal.removeprefix("AWS:").split(":", 5)
@@ -323,7 +359,7 @@ def _who(principal: str) -> str:
     return "the account" if arn[4] == ACCOUNT_ID else "another account"
 
 
-def _is_let_in(holder: str, let_in: Iterable[Names]) -> bool:
-    """Return whether a resource may let the identity in, so that denials among its own policies count."""
+def _is_admitted(holder: str, admitted: Iterable[Names]) -> bool:
+    """Return whether a resource may admit the identity, so that denials in its own policies matter."""
     session = f":assumed-role/{holder.rsplit('/', 1)[-1]}/"
-    return any(names.has(f"AWS:{holder}") or any(session in one for one in names.patterns) for names in let_in)
+    return any(names.has(f"AWS:{holder}") or any(session in one for one in names.patterns) for names in admitted)

@@ -1,12 +1,13 @@
-"""Compares what was asked of a resource where the simulator drops it, so that no snapshot could show it.
+"""Comparison of request members that the simulator drops, which no snapshot can show.
 
-For each write operation, ``kept_members.json`` says which members of a request reach the account of a simulator; the
-command ``python -m realhf.aws.tasks members`` finds it out by sending requests with and without them.
-``member_notes.yaml`` says by hand what no request can show: defaults that AWS documents, members that only steer a
-request, texts and tags. A member of which neither says anything counts as one that is not kept.
+``kept_members.json`` states for each write operation which members of a request reach the account
+of a simulator; the command ``python -m realhf.aws.tasks members`` creates it by sending requests
+with and without them. ``member_notes.yaml`` adds facts that no request can show: defaults that AWS
+documents, members that only control a request, descriptions and tags. A member in neither file
+counts as not kept.
 
-A *setting* is a member of a request with the resource that the request is about, its *subject*; what counts is the
-value that was sent last. Source: docs/reference/environment.md 7.
+A *setting* is a member of a request together with the resource that the request is about, its
+*subject*. The value that was sent last counts. Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -24,44 +25,57 @@ from typing import Any
 from realhf.aws.grading.meanings import known_defaults, only_describes
 from realhf.aws.grading.member_notes import Notes, read_notes
 from realhf.aws.grading.snapshot import Key, Snapshot
-from realhf.aws.grading.stack_templates import OF_STACK, UNKNOWN, UnreadTemplate, declared
-from realhf.aws.grading.tracker import identifying, identity, is_read
+from realhf.aws.grading.stack_templates import OF_STACK, UNKNOWN, UnreadTemplate, read_declared_resources
+from realhf.aws.grading.tracker import identifying_parameter, identity, is_read
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 
 TABLE = Path(__file__).with_name("kept_members.json")
+"""The table of members of the package."""
 REMAKE = "python -m realhf.aws.tasks members tests/aws/validation/plays/*.yaml"
-"""Makes the table anew."""
+"""The command that recreates the table."""
 KEPT = "kept"
 NOT_KEPT = "not kept"
 NAMES = "names the resource"
 STEERS = "steers the request only"
 DEFAULT = "default"
 TEXT = "text or tag"
+"""Fates of a member in the table."""
 NOT_PROBED = "not probed"
-"""Begins a fate that a reason follows."""
+"""Prefix of a fate; a reason follows."""
 _COMPARED = (NOT_KEPT, DEFAULT, NOT_PROBED)
+"""Prefixes of the fates whose members are compared as they were sent."""
 ANY = "*"
-"""Stands, in a path, for any key of a map."""
+"""Path step that matches any key of a map."""
 ELEMENT = "[]"
+"""Path step into the elements of a list."""
 _MAKES = re.compile(r"^AWS::|:(Create|Run|Allocate|Request|Register|Import|Copy|Restore)")
+"""Operations that may create a resource with a generated id."""
 _REPLACES = re.compile(r"^AWS::|:(Create|Run|Put|Set|Register|Request)")
-"""Operations that say the whole of a thing, so that what they do not send is as it is by default."""
+"""Operations that set all of a resource: members that they omit return to their defaults."""
 _CREATES = re.compile(r"^AWS::|:Create")
+"""Operations that create a resource."""
 _VERB = re.compile(r"^[A-Z][a-z]+(?=[A-Z])")
+"""The verb of an operation."""
 _ENDS = re.compile(r":(Delete|Terminate|Deregister|Release|Remove|Schedule\w*Deletion)")
+"""Operations that delete a resource."""
 _RESTORES = re.compile(r":(Restore|Cancel)")
+"""Operations that cancel a deletion."""
 _VERSIONS = frozenset({"Qualifier", "Version", "VersionId", "Versions"})
-"""Members that say of which version something is taken away, while the rest stays."""
+"""Members that select a version to delete; the rest of the resource stays."""
 _TAKES_AWAY = re.compile(
     r":(Delete|Terminate|Deregister|Release|Remove|Schedule\w*Deletion|Detach|Disassociate|Untag|Abort|Cancel)"
 )
+"""Operations that only remove something."""
 _STACKS = frozenset({"cloudformation:CreateStack", "cloudformation:UpdateStack"})
+"""Operations on a stack whose requests contain a template."""
 _TYPE = "AWS::"
+"""Prefix of the resource types of CloudFormation."""
 _UNNAMED = "(unnamed)"
-"""Begins the subject of what a template declares under no name that is known: it is compared whatever it is."""
+"""Prefix of the subject of a declared resource without a known name; it is always compared."""
 _NAME_SUFFIX = re.compile(r"(name|identifier|id)$")
+"""End of a property that names a resource."""
 _UNREAD = "AWS::CloudFormation::Template"
-"""Stands for a template that is not read: what it declares counts as asked otherwise."""
+"""Stands for a template that cannot be read; all that it declares counts as a difference."""
 _TYPE_SERVICES: Mapping[str, str] = {
     "CertificateManager": "acm",
     "Cognito": "cognito-idp",
@@ -69,91 +83,103 @@ _TYPE_SERVICES: Mapping[str, str] = {
     "KinesisFirehose": "firehose",
     "OpenSearchService": "opensearch",
 }
-"""botocore's names of services that types of resources call otherwise than in lower case."""
+"""botocore's names of services whose CloudFormation name is not the same in lower case."""
 _ATTRIBUTES = "Attributes"
+"""Member with a map of attributes."""
 _ATTRIBUTE = frozenset({"AttributeName", "AttributeValue"})
-"""Members of a request that sets one attribute: the value of the one says which."""
+"""Members of a request that sets a single attribute: its name and its value."""
 _TRUTHS = frozenset({"true", "false"})
+"""Texts of booleans."""
 _SHOWN_CHARS = 200
+"""Characters of a value that a message shows."""
 _MOST_VALUES = 30_000
-"""Values of one episode that are read; who sends more has asked otherwise."""
+"""Largest number of values of one episode that are read; an excess counts as a difference."""
 _TELLING = 4
-"""Length from which a text is hardly in an account by chance."""
+"""Length from which a text hardly occurs in an account by chance."""
 _MOST_BITS = 10_000
-"""Python refuses to write larger numbers in decimals."""
-Steps = tuple[str, ...]
-"""Leads to a member: its names, and ``ELEMENT`` for the elements of a list."""
+"""Largest size of an integer, in bits; Python refuses to write larger ones in decimal."""
+MemberPath = tuple[str, ...]
+"""Path to a member: its names, and ``ELEMENT`` for the elements of a list."""
 Subject = tuple[str, ...]
-"""Says what a request is about: a service, and the names or ids of a resource in it."""
+"""The resource that a request is about: a service and the names or ids of the resource."""
 
 
 @dataclass(frozen=True)
-class Deed:
-    """Records a write that was accepted, with what came and went by the command that sent it."""
+class SentWrite:
+    """An accepted write request, with the resources that appeared and disappeared by its command."""
 
     operation: str
     """The operation as "service:Operation", or the type of a resource that a template declares."""
     params: Mapping[str, Any]
     """Its parameters."""
     made: tuple[tuple[str, str], ...] = ()
-    """The ids that services drew for what is there since, each behind its service."""
+    """(service, id) of the ids that were generated for the new resources."""
     born: frozenset[Key] = frozenset()
-    """The resources that are there since."""
+    """Keys of the resources that are new."""
     gone: frozenset[Key] = frozenset()
-    """The resources that are there no more, or were made anew."""
+    """Keys of the resources that are removed or replaced."""
 
 
 Values = frozenset[str]
-"""What one request sent of a member, as text; none where it did not send it, or sent its default."""
+"""The values that one request sent of a member, as text; empty if it did not send it or sent its
+default."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds what a resource was told of one of its members."""
+    """The values that a resource received for one member."""
 
     sent: tuple[Values, ...]
-    """What each request of the last operation sent, in their order: where several things are known by one name, as the
-    routes of a table, each has a request of its own."""
+    """The values of each request of the last operation, in order. If several resources share a
+    name, as the routes of a table do, each has its own request."""
     operation: str
     """The last operation."""
-    path: Steps
+    path: MemberPath
     """The member of its request."""
     fate: str
-    """What becomes of it."""
+    """Fate of the member in the table."""
 
     @property
     def last(self) -> Values:
-        """What was sent last."""
+        """The values of the last request."""
         return self.sent[-1]
 
     @property
     def ever(self) -> Values:
-        """What any of these requests sent."""
+        """The values of all requests."""
         return frozenset().union(*self.sent)
 
 
 _UNSENT: tuple[Values, ...] = (frozenset(),)
-Settings = Mapping[Subject, Mapping[Steps, Setting]]
+"""The values of a setting that was never sent."""
+Settings = Mapping[Subject, Mapping[MemberPath, Setting]]
+"""Settings by subject and normalized path."""
 Resources = Mapping[Key, Mapping[str, Any]]
+"""Attributes of resources by key, as in a ``Snapshot``."""
 
 
 @dataclass(frozen=True)
 class Default:
-    """Holds what AWS takes for a member that is not sent."""
+    """The value that AWS takes for a member that is not sent."""
 
     operation: str
     """The operation, or "service:" for all of a service."""
     path: str
-    """The member, as ``said`` writes it."""
+    """The member, as ``format_path`` writes it."""
     value: str
+    """The default value, as text."""
     where: Mapping[str, str] = field(default_factory=dict)
-    """What has to be sent beside, by member."""
+    """Members, with their values, that must be sent as well for the default to apply."""
 
 
 class MemberTable:
-    """Knows what becomes of members. ``fates``: for each operation, by path as ``said`` writes it; ``about``: which
-    members name what a request is about; ``uses``: operations that only use a resource; ``defaults``: what AWS
-    documents; ``noted``: the fate that is noted by hand for an operation and a path, or ""."""
+    """The fates of request members.
+
+    ``fates``: fate by path (see ``format_path``), by operation. ``about``: the members that
+    identify the resource of a request, by operation. ``uses``: operations that only use a resource.
+    ``defaults``: defaults that AWS documents. ``noted``: returns the fate from the notes for an
+    operation and a path, or "".
+    """
 
     def __init__(
         self,
@@ -165,276 +191,305 @@ class MemberTable:
     ) -> None:
         self.uses = frozenset(uses)
         self._about = about
-        self._fates = {operation: _tree(members) for operation, members in fates.items()}
-        self._noted = noted
-        self._defaults: defaultdict[tuple[str, Steps], list[Default]] = defaultdict(list)
+        self._fates = {operation: _build_tree(members) for operation, members in fates.items()}
+        self._noted_fate = noted
+        self._defaults: defaultdict[tuple[str, MemberPath], list[Default]] = defaultdict(list)
         for one in defaults:
-            self._defaults[service_of(one.operation), _plain(tuple(steps(one.path)))].append(one)
+            self._defaults[service_of(one.operation), _normalize_path(tuple(parse_path(one.path)))].append(one)
 
-    def fate(self, operation: str, path: Steps) -> str:
-        """Return what becomes of a member: what the table says of it, or of the structure that it lies in. Of an
-        operation that was not probed the notes speak; what it only takes away is no setting."""
+    def fate(self, operation: str, path: MemberPath) -> str:
+        """Return the fate of a member, or of the structure that contains it.
+
+        For an operation that was not probed, the notes decide; a member of an operation that only
+        removes something is not a setting.
+        """
         if operation in self._fates:
-            return self._probed(operation, path)
-        noted = (self._noted(operation, said(path[:end])) for end in range(1, len(path) + 1))
+            return self._probed_fate(operation, path)
+        noted = (self._noted_fate(operation, format_path(path[:end])) for end in range(1, len(path) + 1))
         fate = next(filter(None, noted), "")
         if not fate and _TAKES_AWAY.search(operation):
             fate = NAMES
         return fate or NOT_PROBED
 
-    def _probed(self, operation: str, path: Steps) -> str:
-        found = NOT_PROBED
+    def _probed_fate(self, operation: str, path: MemberPath) -> str:
+        """Return the fate of the deepest part of a path that the table lists."""
+        fate = NOT_PROBED
         node = self._fates.get(operation, {})
         for step in path:
             node = (node.get(step) if step else None) or node.get(ANY)  # "" holds the fate of the node itself
             if node is None:
                 break
-            found = node.get("", found)
-        return found
+            fate = node.get("", fate)
+        return fate
 
-    def is_default(self, deed: Deed, path: Steps, value: str) -> bool:
-        """Return whether a value is the one that AWS documents for a member that is not sent. What it documents of one
-        operation holds for the others that are about the same kind of thing, and for its type in a template."""
-        known = self._defaults.get((service_of(deed.operation), _plain(path)), [])
-        own = [one for one in known if one.operation == deed.operation]
-        known = own or [one for one in known if _of_a_kind(one.operation, deed.operation)]
+    def is_default(self, write: SentWrite, path: MemberPath, value: str) -> bool:
+        """Return whether a value is the documented default of a member.
+
+        The default of one operation also applies to other operations on the same kind of resource,
+        and to its type in a template.
+        """
+        known = self._defaults.get((service_of(write.operation), _normalize_path(path)), [])
+        own = [one for one in known if one.operation == write.operation]
+        known = own or [one for one in known if _same_kind(one.operation, write.operation)]
         return any(
             one.value.lower() == value.lower()
-            and all(str(deed.params.get(member)) == wanted for member, wanted in one.where.items())
+            and all(str(write.params.get(member)) == wanted for member, wanted in one.where.items())
             for one in known
         )
 
-    def about(self, deed: Deed) -> Sequence[str]:
-        """Return the members that name what a request is about."""
-        known = self._about.get(deed.operation)
-        if known is None and deed.operation.startswith(_TYPE):
-            noun = _noun(deed.operation).rpartition("::")[2].lower()
-            known = [member for member in deed.params if _names_a(noun, member.lower())]
+    def about(self, write: SentWrite) -> Sequence[str]:
+        """Return the members that identify the resource of a request."""
+        known = self._about.get(write.operation)
+        if known is None and write.operation.startswith(_TYPE):
+            noun = _noun_of(write.operation).rpartition("::")[2].lower()
+            known = [member for member in write.params if _names_resource(noun, member.lower())]
         if known is None:
-            known = [identifying(service_of(deed.operation), deed.params)[0]]
+            known = [identifying_parameter(service_of(write.operation), write.params)[0]]
         return known
 
-    def subject(self, deed: Deed) -> Subject:
-        """Return what a request is about: by the name that it gives, or by the ids that were drawn for it."""
-        service = service_of(deed.operation)
-        values = [deed.params.get(member) for member in self.about(deed)]
+    def subject(self, write: SentWrite) -> Subject:
+        """Return the subject of a request: by the name that it gives, or by the ids generated for
+        it."""
+        service = service_of(write.operation)
+        values = [write.params.get(member) for member in self.about(write)]
         named = [identity(service, value) for value in values if isinstance(value, str)]
-        made = [name for its, name in deed.made if its == service]
-        is_declared = deed.operation.startswith(_TYPE)
+        made = [name for its, name in write.made if its == service]
+        is_declared = write.operation.startswith(_TYPE)
         if is_declared and any(
             value is not None and (value in UNKNOWN or not isinstance(value, str)) for value in values
         ):
             named = []
-        if made and _MAKES.search(deed.operation):
-            theirs = {part for key in deed.born if key[0] == service for part in _pieces(key[2])}
+        if made and _MAKES.search(write.operation):
+            theirs = {part for key in write.born if key[0] == service for part in _split_identity(key[2])}
             if not (named and named[-1] in theirs):
                 named = made
         if not named and is_declared:
-            named = [f"{_UNNAMED} {deed.operation}"]
+            named = [f"{_UNNAMED} {write.operation}"]
         return service, *named
 
 
-def _names_a(noun: str, member: str) -> bool:
-    """Return whether a property names a resource of a type, both in lower case, as DBInstanceIdentifier does."""
+def _names_resource(noun: str, member: str) -> bool:
+    """Return whether a property names a resource of a type, as DBInstanceIdentifier does; both in
+    lower case."""
     stem = _NAME_SUFFIX.sub("", member)
     return member in (noun, "name", "family") or (stem != member and stem != "" and stem in noun)
 
 
-def _tree(members: Mapping[str, str]) -> dict[str, Any]:
-    """Return fates by path as a tree whose nodes hold theirs under ""."""
+def _build_tree(members: Mapping[str, str]) -> dict[str, Any]:
+    """Return fates by path as a tree; each node stores its own fate under ""."""
     root: dict[str, Any] = {}
     for text, fate in members.items():
         node = root
-        for step in steps(text):
+        for step in parse_path(text):
             node = node.setdefault(step, {})
         node[""] = fate
     return root
 
 
-def said(path: Steps) -> str:
-    """Return a path as it is written in the table: ``Statements[].Name``, keys of maps in braces."""
+def format_path(path: MemberPath) -> str:
+    """Return a path as the table writes it: ``Statements[].Name``."""
     return ".".join(path).replace(f".{ELEMENT}", ELEMENT)
 
 
-def steps(text: str) -> list[str]:
-    """Return the path that ``said`` wrote."""
+def parse_path(text: str) -> list[str]:
+    """Return the path that ``format_path`` wrote."""
     return text.replace(ELEMENT, f".{ELEMENT}").split(".")
 
 
-def last_sent(deeds: Iterable[Deed], table: MemberTable, renamed: Callable[[str], str] = str) -> Settings:
-    """Return the settings that requests leave, in their order; ``renamed`` is done to each text in them."""
-    ledger = _Ledger(table, renamed)
-    for deed in deeds:
-        ledger.take(deed)
-    return ledger.held
+def build_settings(writes: Iterable[SentWrite], table: MemberTable, rename: Callable[[str], str] = str) -> Settings:
+    """Return the settings that requests leave, in their order. ``rename`` is applied to every text."""
+    ledger = _SettingsLedger(table, rename)
+    for write in writes:
+        ledger.record(write)
+    return ledger.settings
 
 
-class _Ledger:
-    """Writes down what each resource is told, request by request. ``held``: the settings as they stand."""
+class _SettingsLedger:
+    """Accumulates the settings of each resource, request by request."""
 
-    def __init__(self, table: MemberTable, renamed: Callable[[str], str]) -> None:
-        self.held: dict[Subject, dict[Steps, Setting]] = {}
+    def __init__(self, table: MemberTable, rename: Callable[[str], str]) -> None:
+        self.settings: dict[Subject, dict[MemberPath, Setting]] = {}
+        """The present settings."""
         self._table = table
-        self._renamed = renamed
-        self._there: defaultdict[Subject, dict[str, frozenset[Key]]] = defaultdict(dict)
-        """What was created and is there, by its kind: the resources of the account that came with it."""
-        self._at_top: defaultdict[tuple[Subject, str], set[Steps]] = defaultdict(set)
-        """Settings by the first step of their path."""
-        self._asked: defaultdict[tuple[Subject, str], set[Steps]] = defaultdict(set)
-        """Settings by the operations that a subject has seen."""
+        self._rename = rename
+        self._existing: defaultdict[Subject, dict[str, frozenset[Key]]] = defaultdict(dict)
+        """Created resources that still exist, by subject and kind, with the keys in the account that
+        appeared with them."""
+        self._at_top: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(set)
+        """Paths of settings by subject and the first step of the path."""
+        self._asked: defaultdict[tuple[Subject, str], set[MemberPath]] = defaultdict(set)
+        """Paths of settings by subject and operation."""
         self._made_with: dict[tuple[str, str], Subject] = {}
-        """Of each drawn id the resource that it was drawn with: later requests name that by the id."""
+        """Subject for which each generated id was made; later requests name the resource by the id."""
         self._stacks: dict[str, Mapping[str, Any]] = {}
         """The last request about each stack."""
-        self._declared: dict[str, list[Deed]] = {}
-        """What each stack declares."""
+        self._declared: dict[str, list[SentWrite]] = {}
+        """The resources that each stack declares."""
         self._left = _MOST_VALUES
+        """Number of values that may still be read."""
 
-    def take(self, deed: Deed) -> None:
-        """Write down a request, and what the template declares that it sends."""
-        if deed.gone:
-            self._end_what_is_gone(deed.gone)
-        if deed.operation in self._table.uses or is_read(deed.operation, deed.params):
+    def record(self, write: SentWrite) -> None:
+        """Record a request, and the resources that its template declares."""
+        if write.gone:
+            self._forget_removed(write.gone)
+        if write.operation in self._table.uses or is_read(write.operation, write.params):
             return
-        self._take(deed)
-        if deed.operation in _STACKS:
-            name = identity("cloudformation", str(deed.params.get("StackName")))
-            params = _as_it_stays(deed.params, self._stacks.get(name, {}))
+        self._record_one(write)
+        if write.operation in _STACKS:
+            name = identity("cloudformation", str(write.params.get("StackName")))
+            params = _complete_stack_request(write.params, self._stacks.get(name, {}))
             self._stacks[name] = params
             before = {(self._subject(one), one.operation) for one in self._declared.get(name, ())}
-            self._declared[name] = _declared_by(params, deed)
+            self._declared[name] = _declared_writes(params, write)
             for subject, kind in before & {(self._subject(one), one.operation) for one in self._declared[name]}:
                 self._forget(subject, set(self._asked.pop((subject, kind), ())))  # a template says all of it again
             for one in self._declared[name]:
-                self._take(one)
+                self._record_one(one)
 
-    def _subject(self, deed: Deed) -> Subject:
-        subject = self._table.subject(deed)
-        if _MAKES.search(deed.operation):
-            self._made_with |= {made: subject for made in deed.made if made[0] == subject[0]}
+    def _subject(self, write: SentWrite) -> Subject:
+        """Return the renamed subject of a request; a generated id is replaced by the subject it was
+        made for."""
+        subject = self._table.subject(write)
+        if _MAKES.search(write.operation):
+            self._made_with |= {made: subject for made in write.made if made[0] == subject[0]}
         for part in subject[1:]:
             subject = self._made_with.get((subject[0], part), subject)
-        return tuple(self._renamed(part) for part in subject)
+        return tuple(self._rename(part) for part in subject)
 
-    def _take(self, deed: Deed) -> None:
-        sent = self._sent_by(deed)
+    def _record_one(self, write: SentWrite) -> None:
+        """Record one request, or one declared resource."""
+        sent = self._sent_members(write)
         self._left -= sum(len(values) for _, values in sent.values())
         if self._left < 0:
-            deed = Deed(_UNREAD, {"TemplateBody": "more than is read of one episode"})
-            sent = self._sent_by(deed)
-        subject = self._subject(deed)
-        kind = _noun(deed.operation)
-        creates = _CREATES.search(deed.operation) is not None
-        again = (subject, deed.operation) in self._asked
-        stays = creates and self._is_there(subject, kind, deed)
+            write = SentWrite(_UNREAD, {"TemplateBody": "more than is read of one episode"})
+            sent = self._sent_members(write)
+        subject = self._subject(write)
+        kind = _noun_of(write.operation)
+        creates = _CREATES.search(write.operation) is not None
+        again = (subject, write.operation) in self._asked
+        # A create request for an existing resource leaves the resource as it is.
+        stays = creates and self._exists(subject, kind, write)
         if creates and not stays:
-            self._end(subject, kind)
-            self._there[subject][kind] = _named(deed.born, self._table.subject(deed))
-            again = (subject, deed.operation) in self._asked
-        if _ENDS.search(deed.operation) and not _VERSIONS & deed.params.keys():
-            self._end_by_request(subject, kind, deed)
-        if _RESTORES.search(deed.operation):
-            ended = {path for path, one in self.held.get(subject, {}).items() if _ENDS.search(one.operation)}
+            self._forget_resource(subject, kind)
+            self._existing[subject][kind] = _named_by(write.born, self._table.subject(write))
+            again = (subject, write.operation) in self._asked
+        if _ENDS.search(write.operation) and not _VERSIONS & write.params.keys():
+            self._forget_deleted(subject, kind, write)
+        if _RESTORES.search(write.operation):
+            ended = {path for path, one in self.settings.get(subject, {}).items() if _ENDS.search(one.operation)}
             self._forget(subject, ended)
-        self._write(subject, deed, sent, again=again, stays=stays)
+        self._write(subject, write, sent, again=again, stays=stays)
 
     def _write(
         self,
         subject: Subject,
-        deed: Deed,
-        sent: Mapping[Steps, tuple[Steps, set[str]]],
+        write: SentWrite,
+        sent: Mapping[MemberPath, tuple[MemberPath, set[str]]],
         *,
         again: bool,
         stays: bool,
     ) -> None:
-        """Write down what a request sends. ``again``: not for the first time; ``stays``: to what is there already and
-        stays as it was created."""
-        held = self.held.setdefault(subject, {})
-        top = {path[0] for path in sent} | {name.lower() for name in deed.params if name != _ATTRIBUTES}
+        """Record the members that a request sends.
+
+        ``again``: the operation was sent to the subject before. ``stays``: the resource exists
+        already and keeps the values that it was created with.
+        """
+        settings = self.settings.setdefault(subject, {})
+        top = {path[0] for path in sent} | {name.lower() for name in write.params if name != _ATTRIBUTES}
         touched = {path for name in top for path in self._at_top.get((subject, name), ())}
-        if again and _REPLACES.search(deed.operation):
-            touched |= self._asked[subject, deed.operation]
+        if again and _REPLACES.search(write.operation):
+            touched |= self._asked[subject, write.operation]
         for path in touched:
-            setting = held[path]
+            setting = settings[path]
             values = frozenset(sent[path][1]) if path in sent else frozenset()
             if stays and path in sent:
-                held[path] = replace(setting, sent=(values, *setting.sent))
-            elif setting.operation == deed.operation:
-                held[path] = replace(setting, sent=(*setting.sent, values))
+                settings[path] = replace(setting, sent=(values, *setting.sent))
+            elif setting.operation == write.operation:
+                settings[path] = replace(setting, sent=(*setting.sent, values))
             elif path not in sent and path[0] in top and not stays:
                 self._forget(subject, {path})
-        self._asked[subject, deed.operation] |= set()
+        self._asked[subject, write.operation] |= set()
         for path, (where, values) in sent.items():
-            if path in held and (stays or held[path].operation == deed.operation):
+            if path in settings and (stays or settings[path].operation == write.operation):
                 continue
-            self._forget(subject, {path} & held.keys())
-            fate = self._table.fate(deed.operation, where)
+            self._forget(subject, {path} & settings.keys())
+            fate = self._table.fate(write.operation, where)
             before = _UNSENT if again else ()
-            held[path] = Setting((*before, frozenset(values)), deed.operation, where, fate)
+            settings[path] = Setting((*before, frozenset(values)), write.operation, where, fate)
             self._at_top[subject, path[0]].add(path)
-            self._asked[subject, deed.operation].add(path)
+            self._asked[subject, write.operation].add(path)
 
-    def _is_there(self, subject: Subject, kind: str, deed: Deed) -> bool:
-        """Return whether something that a request would create is there already, and was left as it is."""
-        if kind in self._there[subject]:
+    def _exists(self, subject: Subject, kind: str, write: SentWrite) -> bool:
+        """Return whether the resource that a request would create existed before and was left as it
+        is."""
+        if kind in self._existing[subject]:
             return True
-        return bool(self._there[subject]) and not _named(deed.born, self._table.subject(deed))
+        return bool(self._existing[subject]) and not _named_by(write.born, self._table.subject(write))
 
-    def _sent_by(self, deed: Deed) -> dict[Steps, tuple[Steps, set[str]]]:
-        """Return the members that a request sends, with their values but for defaults."""
-        found: dict[Steps, tuple[Steps, set[str]]] = {}
-        about = self._table.about(deed)
-        for path, value in leaves(deed.params):
-            if path[0] not in about and _plain(path):
-                _, values = found.setdefault(_plain(path), (path, set()))
-                if not self._table.is_default(deed, path, value):
-                    values.add(self._renamed(_as_meant(value)))
-        return found
+    def _sent_members(self, write: SentWrite) -> dict[MemberPath, tuple[MemberPath, set[str]]]:
+        """Return the members that a request sends: path and values by normalized path, without
+        default values."""
+        members: dict[MemberPath, tuple[MemberPath, set[str]]] = {}
+        about = self._table.about(write)
+        for path, value in leaves(write.params):
+            if path[0] not in about and _normalize_path(path):
+                _, values = members.setdefault(_normalize_path(path), (path, set()))
+                if not self._table.is_default(write, path, value):
+                    values.add(self._rename(_normalize_value(value)))
+        return members
 
-    def _end_what_is_gone(self, gone: frozenset[Key]) -> None:
-        """Forget what was told of resources that are there no more, whatever request removed them."""
-        for subject, kinds in list(self._there.items()):
+    def _forget_removed(self, gone: frozenset[Key]) -> None:
+        """Forget the settings of resources that no longer exist, whatever request removed them."""
+        for subject, kinds in list(self._existing.items()):
             for kind, born in list(kinds.items()):
                 if born and born & gone:
                     kinds[kind] = born - gone
                     if not kinds[kind]:
-                        self._end(subject, kind)
+                        self._forget_resource(subject, kind)
 
-    def _end_by_request(self, subject: Subject, kind: str, deed: Deed) -> None:
-        """Forget what was told of something that nobody was seen to create: of a part, as the rules of a bucket, and of
-        what the set-up made, if it is gone from the account."""
-        if self._there[subject].get(kind):
-            return
-        if kind in self._there[subject]:
-            if any(key[0] == subject[0] and set(_pieces(key[2])) & set(subject[1:]) for key in deed.gone):
-                self._end(subject, kind)
-            return
-        held = self.held.get(subject, {})
-        alone = {path for path, one in held.items() if _noun(one.operation) == kind and len(one.sent) == 1}
-        self._forget(subject, alone)
+    def _forget_deleted(self, subject: Subject, kind: str, write: SentWrite) -> None:
+        """Forget the settings of a deleted resource whose creation was not recorded.
 
-    def _end(self, subject: Subject, kind: str) -> None:
-        """Forget what was told of a thing and of its parts."""
-        was_there = self._there[subject].pop(kind, None) is not None
-        others = self._there[subject].keys()
-        for other in list(self.held):
+        It is a part of another resource, as the rules of a bucket, or a resource of the set-up; the
+        latter is forgotten only if it is gone from the account.
+        """
+        if self._existing[subject].get(kind):
+            return
+        if kind in self._existing[subject]:
+            if any(key[0] == subject[0] and set(_split_identity(key[2])) & set(subject[1:]) for key in write.gone):
+                self._forget_resource(subject, kind)
+            return
+        settings = self.settings.get(subject, {})
+        # A setting with several requests belongs to several parts of one name; which of them was
+        # deleted is unknown.
+        single = {
+            path for path, setting in settings.items() if _noun_of(setting.operation) == kind and len(setting.sent) == 1
+        }
+        self._forget(subject, single)
+
+    def _forget_resource(self, subject: Subject, kind: str) -> None:
+        """Forget the settings of a resource and of its parts."""
+        was_there = self._existing[subject].pop(kind, None) is not None
+        others = self._existing[subject].keys()
+        for other in list(self.settings):
             inner = was_there and other[: len(subject)] == subject and len(other) > len(subject) > 1
             if other != subject and not inner:
                 continue
             if inner:
-                self._there.pop(other, None)
+                self._existing.pop(other, None)
             self._forget(
                 other,
                 {
                     path
-                    for path, one in self.held[other].items()
-                    if inner or _noun(one.operation).startswith(kind) or (was_there and not others)
+                    for path, one in self.settings[other].items()
+                    if inner or _noun_of(one.operation).startswith(kind) or (was_there and not others)
                 },
             )
 
-    def _forget(self, subject: Subject, paths: Set[Steps]) -> None:
+    def _forget(self, subject: Subject, paths: Set[MemberPath]) -> None:
+        """Drop settings of a subject, in all indices."""
         for path in paths:
-            setting = self.held[subject].pop(path)
+            setting = self.settings[subject].pop(path)
             self._at_top[subject, path[0]].discard(path)
             asked = self._asked.get((subject, setting.operation))
             if asked is not None:
@@ -443,14 +498,14 @@ class _Ledger:
                     del self._asked[subject, setting.operation]
 
 
-def _named(keys: Iterable[Key], subject: Subject) -> frozenset[Key]:
-    """Return those of some resources that a subject names."""
-    return frozenset(key for key in keys if key[0] == subject[0] and set(_pieces(key[2])) & set(subject[1:]))
+def _named_by(keys: Iterable[Key], subject: Subject) -> frozenset[Key]:
+    """Return those of the keys that a subject names."""
+    return frozenset(key for key in keys if key[0] == subject[0] and set(_split_identity(key[2])) & set(subject[1:]))
 
 
-def _as_meant(value: str) -> str:
-    """Return a value so that it is the same for what means the same: a resource of this account by its name, a document
-    without its spaces."""
+def _normalize_value(value: str) -> str:
+    """Return a value in the form that its equivalents share: an ARN of this account as the
+    resource's name, JSON without spaces."""
     if value.startswith("arn:"):
         return identity("", value)
     if value.lstrip()[:1] in ("{", "["):
@@ -461,32 +516,35 @@ def _as_meant(value: str) -> str:
     return value
 
 
-def _of_a_kind(one: str, other: str) -> bool:
-    """Return whether two operations are about things of one kind, as CreateFunction and UpdateFunctionConfiguration;
-    those of other kinds may have the same name."""
-    nouns = sorted((_noun(name).rpartition("::")[2] for name in (one, other)), key=len)
+def _same_kind(one: str, other: str) -> bool:
+    """Return whether two operations are about the same kind of resource, as CreateFunction and
+    UpdateFunctionConfiguration are. Resources of different kinds may share a name."""
+    nouns = sorted((_noun_of(name).rpartition("::")[2] for name in (one, other)), key=len)
     return nouns[1].startswith(nouns[0])
 
 
-def _noun(operation: str) -> str:
-    """Return what an operation is about: the whole of a thing begins the names of its parts, as Bucket and
-    BucketCors."""
+def _noun_of(operation: str) -> str:
+    """Return the noun of an operation, or a type. The noun of a resource begins the nouns of its
+    parts, as Bucket and BucketCors."""
     name = operation.rpartition(":")[2]
     return name if operation.startswith(_TYPE) else _VERB.sub("", name).removesuffix("Deletion")
 
 
-def _declared_by(params: Mapping[str, Any], deed: Deed) -> list[Deed]:
-    """Return what a request about a stack declares: a resource is a deed whose operation is its type. Of a template
-    that cannot be read, or lies elsewhere, nobody knows what it sets."""
+def _declared_writes(params: Mapping[str, Any], write: SentWrite) -> list[SentWrite]:
+    """Return the resources that a request about a stack declares, as writes with their type as
+    operation.
+
+    A template that is invalid or external becomes a single ``_UNREAD`` write.
+    """
     try:
-        return [Deed(one.type, one.properties, deed.made, deed.born) for one in declared(params)]
+        return [SentWrite(one.type, one.properties, write.made, write.born) for one in read_declared_resources(params)]
     except UnreadTemplate:
-        return [Deed(_UNREAD, {"TemplateBody": str(params.get("TemplateBody"))[:_SHOWN_CHARS]})]
+        return [SentWrite(_UNREAD, {"TemplateBody": str(params.get("TemplateBody"))[:_SHOWN_CHARS]})]
 
 
-def _as_it_stays(params: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the parameters of a request about a stack with the template and the values that it keeps from ``before``,
-    the last one."""
+def _complete_stack_request(params: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of a request about a stack with the template and the values that it
+    keeps from ``before``, the last request."""
     known = {given.get("ParameterKey"): given for given in _parameters(before)}
     values = [
         known.get(given.get("ParameterKey"), given) if given.get("UsePreviousValue") else given
@@ -502,22 +560,26 @@ def _parameters(request: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [one for one in given if isinstance(one, Mapping)] if isinstance(given, list) else []
 
 
-def _plain(path: Steps) -> Steps:
-    """Return a path as it is the same for an API and for templates: in lower case, without the map of attributes."""
+def _normalize_path(path: MemberPath) -> MemberPath:
+    """Return a path in the form that APIs and templates share: in lower case, without the map of
+    attributes."""
     return tuple(step.lower() for step in path if step.lower() != _ATTRIBUTES.lower())
 
 
 def service_of(operation: str) -> str:
-    """Return the service (botocore's name) of an operation, or of a type of resource of CloudFormation."""
+    """Return the service (botocore's name) of an operation or of a CloudFormation type."""
     if not operation.startswith(_TYPE):
         return operation.partition(":")[0]
     name = operation.split("::")[1]
     return _TYPE_SERVICES.get(name, name.lower())
 
 
-def leaves(value: Any, path: Steps = ()) -> Iterator[tuple[Steps, str]]:
-    """Yield every value in parameters that holds no others, as text; what is empty or None is as good as not sent,
-    but for a structure, which may switch something on."""
+def leaves(value: Any, path: MemberPath = ()) -> Iterator[tuple[MemberPath, str]]:
+    """Yield (path, text) of every scalar in parameters.
+
+    Empty and None values count as not sent, but an empty structure is yielded as "{}", because its
+    presence may switch something on.
+    """
     if isinstance(value, Mapping):
         if not value and path:
             yield path, "{}"
@@ -537,33 +599,41 @@ def leaves(value: Any, path: Steps = ()) -> Iterator[tuple[Steps, str]]:
         yield path, str(value)
 
 
-def sent_otherwise(mine: Settings, wanted: Settings, account: Resources, target: Resources) -> list[str]:
-    """Return, in words, each setting of a resource of the target that the simulator does not keep and that is not as
-    the solution sent it. Of what was not probed, ``account`` and ``target`` may show that they have kept it."""
-    names = {(service, part) for service, _, where in target for part in _parts(where)}
+def find_differing_settings(mine: Settings, wanted: Settings, account: Resources, target: Resources) -> list[str]:
+    """Describe each setting of a target resource that the simulator drops and that differs from the
+    solution.
+
+    ``mine`` and ``wanted``: settings of the agent and of the solution. A member that was not probed
+    is skipped if ``account`` and ``target`` show that they keep its value.
+    """
+    names = {(service, part) for service, _, where in target for part in _name_candidates(where)}
     names |= {(subject[0], part) for subject in wanted for part in subject[1:]}
-    shown = _Shown(account)
-    wanted_shown = _Shown(target)
-    found = []
+    shown = _ShownValues(account)
+    wanted_shown = _ShownValues(target)
+    differences = []
     for subject in sorted(mine.keys() | wanted.keys()):
         is_known = any((subject[0], part) in names or part.startswith(_UNNAMED) for part in subject[1:])
         if subject[1:] and not is_known:
-            continue  # it is no resource of the target
+            continue  # not a resource of the target
         ours = mine.get(subject, {})
         its = wanted.get(subject, {})
         for path in sorted(ours.keys() | its.keys()):
             one = ours.get(path)
             other = its.get(path)
             is_shown = shown.has(subject, one) or wanted_shown.has(subject, one)
-            if _is_as_wanted(one, other) or (is_shown and wanted_shown.has(subject, other)):
+            if _matches(one, other) or (is_shown and wanted_shown.has(subject, other)):
                 continue
-            found.append(f"{_in_words(one, other)}, of {' '.join(subject[1:])}")
-    return found
+            differences.append(f"{_describe_difference(one, other)}, of {' '.join(subject[1:])}")
+    return differences
 
 
-def _is_as_wanted(mine: Setting | None, its: Setting | None) -> bool:
-    """Return whether a setting needs no look, as the account tells it or it is as the solution sent it. Where several
-    things have one name, each of them may have been asked for first, alone or with the others."""
+def _matches(mine: Setting | None, its: Setting | None) -> bool:
+    """Return whether a setting equals the solution's, or needs no comparison because the account
+    shows it.
+
+    If several resources share a name, any of them may have been requested first, alone or with the
+    others.
+    """
     if not any(held and held.fate.startswith(_COMPARED) for held in (mine, its)):
         return True
     sent = mine.sent if mine else _UNSENT
@@ -576,29 +646,33 @@ def _is_as_wanted(mine: Setting | None, its: Setting | None) -> bool:
     if mine is not None and mine.operation.startswith(_TYPE) and OF_STACK in ever:
         return bool(allowed) and ever <= allowed | {OF_STACK}
     if mine is not None and _CREATES.search(mine.operation) and not ever <= allowed:
-        return False  # what is there already stays as it was created
+        return False  # an existing resource keeps the values that it was created with
     return sent[-1] <= allowed and wanted[-1] <= ever
 
 
-def _in_words(mine: Setting | None, its: Setting | None) -> str:
+def _describe_difference(mine: Setting | None, its: Setting | None) -> str:
+    """Describe the difference between a setting and the solution's."""
     one = mine or its
     assert one is not None
     compared = next(held for held in (mine, its) if held and held.fate.startswith(_COMPARED))
     unknown = f"; {REMAKE} finds out whether the simulator keeps it" if compared.fate.startswith(NOT_PROBED) else ""
     sent, asked = (", ".join(sorted(held.ever)) if held and held.ever else "nothing" for held in (mine, its))
-    return f"{one.operation} {said(compared.path)} = {sent[:_SHOWN_CHARS]} and not {asked[:_SHOWN_CHARS]}{unknown}"
+    return (
+        f"{one.operation} {format_path(compared.path)} = {sent[:_SHOWN_CHARS]} and not {asked[:_SHOWN_CHARS]}{unknown}"
+    )
 
 
-class _Shown:
-    """Tells which settings an account shows by itself: a value under the name of its member, or a value that is there
-    hardly by chance."""
+class _ShownValues:
+    """The settings that an account itself shows: a value under the name of its member, or a value
+    that hardly occurs by chance."""
 
     def __init__(self, account: Resources) -> None:
         self._account = account
         self._read: dict[Subject, tuple[frozenset[tuple[str, str]], frozenset[str]]] = {}
 
     def has(self, subject: Subject, setting: Setting | None) -> bool:
-        """Return whether all that was sent last of a member that was not probed is there; of nothing that is so."""
+        """Return whether the account shows the last values of a setting. True for no setting, and
+        for a fate that is not compared."""
         if setting is None:
             return True
         if not setting.fate.startswith(NOT_PROBED):
@@ -608,17 +682,18 @@ class _Shown:
         named, values = self._read[subject]
         name = next((step for step in reversed(setting.path) if step != ELEMENT), "").lower()
         of_stack = {OF_STACK} if setting.operation.startswith(_TYPE) else set()
-        return all(self._is_there(name, value, named, values) for value in setting.last - of_stack)
+        return all(self._exists(name, value, named, values) for value in setting.last - of_stack)
 
-    def _is_there(self, name: str, value: str, named: frozenset[tuple[str, str]], values: frozenset[str]) -> bool:
+    def _exists(self, name: str, value: str, named: frozenset[tuple[str, str]], values: frozenset[str]) -> bool:
+        """Return whether a value occurs under its name, or occurs at all if it is distinctive."""
         if value[:1] in ("{", "["):
             try:
                 inner = [(path[-1].lower(), text) for path, text in leaves(json.loads(value), (name,))]
             except (ValueError, RecursionError):
                 inner = [(name, value)]
             if inner != [(name, value)]:
-                return all(self._is_there(step, text, named, values) for step, text in inner)
-        plain = _as_meant(value).lower()
+                return all(self._exists(step, text, named, values) for step, text in inner)
+        plain = _normalize_value(value).lower()
         for text in (plain, plain.strip('"')):
             is_telling = len(text) >= _TELLING and not text.isdecimal() and text not in _TRUTHS
             if (name, text) in named or (is_telling and text in values):
@@ -626,18 +701,21 @@ class _Shown:
         return False
 
     def _leaves(self, subject: Subject) -> tuple[frozenset[tuple[str, str]], frozenset[str]]:
-        """Return what the resources show that a subject names: (name of a member, value), and values alone. What only
-        describes them shows nothing."""
+        """Return the values of the resources that a subject names: (member name, value) pairs, and
+        values alone.
+
+        Descriptions and tags are left out.
+        """
         named = {part for part in subject[1:] if not part.startswith(_UNNAMED)}
         found = set()
         for key, held in self._account.items():
-            if key[0] != subject[0] or (named and not named & {*_pieces(key[2]), _unmarked(key[2])}):
+            if key[0] != subject[0] or (named and not named & {*_split_identity(key[2]), _without_marks(key[2])}):
                 continue
             for path, value in leaves(held):
                 if only_describes(key, "/".join(path)):
                     continue
                 name = next((step for step in reversed(path) if step != ELEMENT), "").lower()
-                found.add((name, _as_meant(_unmarked(value)).lower()))
+                found.add((name, _normalize_value(_without_marks(value)).lower()))
                 if value[:1] in ("{", "["):
                     with suppress(ValueError, RecursionError):
                         inner = leaves(json.loads(value))
@@ -645,57 +723,68 @@ class _Shown:
         return frozenset(found), frozenset(value for _, value in found)
 
 
-def _pieces(where: str) -> list[str]:
-    """Return the texts that an identity is put together from."""
-    plain = _unmarked(where)
+def _split_identity(where: str) -> list[str]:
+    """Return an identity and its parts."""
+    plain = _without_marks(where)
     return [plain, *re.split("[/:|]", plain)]
 
 
-def _parts(where: str) -> Iterator[str]:
-    """Yield the identity of a resource, and what it ends with."""
-    plain = _unmarked(where)
+def _name_candidates(where: str) -> Iterator[str]:
+    """Yield the identity of a resource and its last part."""
+    plain = _without_marks(where)
     yield plain
     yield re.split("[/:|]", plain)[-1]
 
 
-def deeds_between(before: Snapshot, after: Snapshot, requests: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Deed]:
-    """Return the requests of one command with what came and went, as the account tells before and after it."""
-    anew = {key for key, serial in after.serials.items() if before.serials.get(key, serial) != serial}
-    born = (after.resources.keys() - before.resources.keys()) | anew
-    gone = (before.resources.keys() - after.resources.keys()) | anew
-    made = tuple(sorted((key[0], _unmarked(key[2])) for key in born if DRAWN in key[2]))
-    plain = [frozenset((service, kind, _unmarked(where)) for service, kind, where in keys) for keys in (born, gone)]
-    return [Deed(name, params, made, *plain) for name, params in requests]
+def build_writes(
+    before: Snapshot, after: Snapshot, requests: Iterable[tuple[str, Mapping[str, Any]]]
+) -> list[SentWrite]:
+    """Return the requests of one command with the resources that appeared and disappeared by it.
+
+    ``before`` and ``after``: the account around the command; ``requests``: operations with
+    parameters.
+    """
+    replaced = {key for key, serial in after.serials.items() if before.serials.get(key, serial) != serial}
+    born = (after.resources.keys() - before.resources.keys()) | replaced
+    gone = (before.resources.keys() - after.resources.keys()) | replaced
+    made = tuple(sorted((key[0], _without_marks(key[2])) for key in born if DRAWN in key[2]))
+    plain = [
+        frozenset((service, kind, _without_marks(where)) for service, kind, where in keys) for keys in (born, gone)
+    ]
+    return [SentWrite(name, params, made, *plain) for name, params in requests]
 
 
-def _unmarked(text: str) -> str:
+def _without_marks(text: str) -> str:
+    """Return a text without the marks around generated parts."""
     return text.replace(DRAWN, "").replace(END_DRAWN, "")
 
 
 @cache
 def member_table() -> MemberTable:
-    """Return the table that comes with the package."""
+    """Return the table of the package, with the notes."""
     return read_table(json.loads(TABLE.read_text(encoding="utf-8")), read_notes())
 
 
 def table_text(table: Mapping[str, Any]) -> str:
-    """Return a table as the text of its file: a line for each member, so that two of them can be compared."""
+    """Return a table as the text of its file, with one line per member so that two tables can be
+    compared."""
     return json.dumps(table, indent=1, sort_keys=True) + "\n"
 
 
 def read_table(found: Mapping[str, Any], notes: Notes) -> MemberTable:
-    """Return the table that ``realhf.aws.tasks members`` made, with what is noted by hand."""
+    """Return the table that ``realhf.aws.tasks members`` wrote, with the notes."""
     operations = found["operations"]
     return MemberTable(
         {name: entry["members"] for name, entry in operations.items() if "members" in entry},
         {name: entry["about"] for name, entry in operations.items() if entry.get("about")},
         notes.uses,
-        [*_noted_defaults(notes), *_defaults_of_accounts()],
-        partial(_noted, notes),
+        [*_defaults_of_notes(notes), *_defaults_of_accounts()],
+        partial(_noted_fate, notes),
     )
 
 
-def _noted_defaults(notes: Notes) -> Iterator[Default]:
+def _defaults_of_notes(notes: Notes) -> Iterator[Default]:
+    """Yield the defaults of the notes."""
     for (operation, path), value in notes.defaults.items():
         for _, text in leaves(value):
             yield Default(operation, path, text)
@@ -706,8 +795,12 @@ def _noted_defaults(notes: Notes) -> Iterator[Default]:
 
 
 def _defaults_of_accounts() -> Iterator[Default]:
-    """Yield the defaults by which accounts are compared, where requests write them alike: what an account is taken to
-    show is hidden where it is the default."""
+    """Yield the defaults by which accounts are compared, as far as requests write them in the same
+    way.
+
+    A member that the account shows is hidden there if it has its default value, so the default
+    applies to the request as well.
+    """
     for kind, rows in known_defaults().items():
         for row in rows:
             if "where" not in row and not row["is"].startswith("{"):
@@ -716,7 +809,8 @@ def _defaults_of_accounts() -> Iterator[Default]:
                 )
 
 
-def _noted(notes: Notes, operation: str, path: str) -> str:
+def _noted_fate(notes: Notes, operation: str, path: str) -> str:
+    """Return the fate of a member according to the notes, or ""."""
     if notes.steers(operation, path):
         return STEERS
     return TEXT if notes.is_text(operation, path) else ""

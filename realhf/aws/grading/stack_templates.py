@@ -1,4 +1,4 @@
-"""Reads what a template of CloudFormation declares: resources with their properties, parameters filled in."""
+"""Reader of CloudFormation templates: the read_declared_resources resources with resolve properties."""
 
 from __future__ import annotations
 
@@ -14,42 +14,47 @@ from realhf.aws.cli.pinned_http import REGION
 from realhf.aws.tasks.task import ACCOUNT_ID
 
 _DEEPEST = 40
+"""Largest depth of a template, of its values and of the nesting of functions."""
 _MOST_PARTS = 20_000
-"""Most parts of one template that are read: aliases of YAML multiply them without end."""
+"""Largest number of parts of one template; aliases in YAML can multiply them without limit."""
 _MOST_CHARS = 1_000_000
-"""Most characters of one template with all values filled in."""
+"""Largest number of characters of one template with all values filled in."""
 _MOST_BITS = 10_000
-"""Python refuses to write larger numbers in decimals."""
+"""Largest size of an integer, in bits; Python refuses to write larger ones in decimal."""
 _NESTED = "AWS::CloudFormation::Stack"
-"""The type of a stack in a stack, whose template lies elsewhere."""
+"""Type of a nested stack, whose template is not part of the request."""
 _PLACE = re.compile(r"\$\{([^!}]+)\}")
+"""A placeholder in the text of ``Fn::Sub``."""
 OF_STACK = "<of the stack>"
-"""Stands for what a property takes from another resource of its template."""
+"""Stands for a value that comes from another resource of the template."""
 UNKNOWN = (OF_STACK, "<unknown>")
-"""What stands for values that only CloudFormation knows."""
+"""The stand-ins for values that only CloudFormation knows."""
 _NO_VALUE = object()
-"""What ``AWS::NoValue`` means: the property is not there."""
+"""The value of ``AWS::NoValue``, which removes a property."""
 
 
 class UnreadTemplate(ValueError):
-    """It is not known what a template declares."""
+    """The declarations of a template cannot be determined."""
 
 
 @dataclass(frozen=True)
-class Declared:
-    """Holds a resource of a template: its name there, its type, and its properties. What a property takes from another
-    resource of the template is ``OF_STACK``."""
+class DeclaredResource:
+    """One resource of a template."""
 
     name: str
+    """Logical name in the template."""
     type: str
+    """Type, e.g. "AWS::S3::Bucket"."""
     properties: Mapping[str, Any]
+    """Resolved properties; values from other resources are ``OF_STACK``."""
 
 
 class _Loader(yaml.CSafeLoader):
-    """Reads the short forms of functions (``!Ref name``) as the long ones."""
+    """A YAML loader that expands the short forms of functions (``!Ref name``)."""
 
 
-def _function(loader: _Loader, suffix: str, node: yaml.Node) -> dict[str, Any]:
+def _construct_function(loader: _Loader, suffix: str, node: yaml.Node) -> dict[str, Any]:
+    """Return the long form of a function, e.g. ``{"Fn::GetAtt": [name, attribute]}``."""
     if isinstance(node, yaml.ScalarNode):
         value: Any = loader.construct_scalar(node)
         if suffix == "GetAtt":
@@ -61,46 +66,51 @@ def _function(loader: _Loader, suffix: str, node: yaml.Node) -> dict[str, Any]:
     return {suffix if suffix in ("Ref", "Condition") else f"Fn::{suffix}": value}
 
 
-_Loader.add_multi_constructor("!", _function)
+_Loader.add_multi_constructor("!", _construct_function)
 
 
-def template_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template in a request that makes or changes a stack; {} where it is not readable or not there."""
+def parse_template(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template of a request that creates or updates a stack, {} if it is missing or
+    invalid."""
     text = str(params.get("TemplateBody", ""))
     try:
-        template = json.loads(text)  # which may have tabs, and YAML not
+        template = json.loads(text)  # JSON permits tabs, which YAML does not
     except (ValueError, RecursionError):
         try:
             template = yaml.load(text, Loader=_Loader)
-        except Exception:  # constructors of YAML's own tags raise whatever they like at what an agent wrote
+        except Exception:  # constructors of YAML tags may raise anything for an agent's text
             return {}
     return template if isinstance(template, dict) and isinstance(template.get("Resources"), Mapping) else {}
 
 
-def declared(params: Mapping[str, Any]) -> list[Declared]:
-    """Return the resources in the template of a request that makes or changes a stack, without those whose condition
-    does not hold. Raises UnreadTemplate where some of it is not known: it is not readable, lies elsewhere, is
-    transformed or larger than anybody writes, or a condition rests on what only CloudFormation knows."""
-    template = template_of(params)
+def read_declared_resources(params: Mapping[str, Any]) -> list[DeclaredResource]:
+    """Return the resources that the template of a create or update request declares.
+
+    Resources whose condition is false are left out. Raises UnreadTemplate if a part cannot be
+    determined: the template is invalid, external, transformed or too large, or a condition depends
+    on values that only CloudFormation knows.
+    """
+    template = parse_template(params)
     if not template or "Transform" in template:
         raise UnreadTemplate
     _check_size(template)
-    reader = _Reader(template, params)
-    found = []
-    for name, held in template["Resources"].items():
-        if not isinstance(held, Mapping) or held.get("Type") == _NESTED:
+    reader = _TemplateResolver(template, params)
+    resources = []
+    for name, entry in template["Resources"].items():
+        if not isinstance(entry, Mapping) or entry.get("Type") == _NESTED:
             raise UnreadTemplate
-        if "Condition" in held and not reader.holds(held["Condition"]):
+        if "Condition" in entry and not reader.holds(entry["Condition"]):
             continue
-        properties = reader.resolved(held.get("Properties") or {})
+        properties = reader.resolve(entry.get("Properties") or {})
         if not isinstance(properties, Mapping):
             raise UnreadTemplate
-        found.append(Declared(str(name), str(held.get("Type", "")), properties))
-    return found
+        resources.append(DeclaredResource(str(name), str(entry.get("Type", "")), properties))
+    return resources
 
 
 def _check_size(template: Any) -> None:
-    """Raise UnreadTemplate for a template with more parts, deeper ones or larger numbers than are read."""
+    """Raise UnreadTemplate for a template with too many parts, too deep nesting or too large
+    numbers."""
     left = _MOST_PARTS
     waiting = [(template, 0)]
     while waiting:
@@ -115,59 +125,61 @@ def _check_size(template: Any) -> None:
             waiting += [(part, depth + 1) for part in value]
 
 
-def _values(template: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a stack's parameters, given or by default, and of what AWS knows by itself."""
+def _build_values(template: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that references resolve to: parameters of the stack, pseudo parameters,
+    resources."""
     values: dict[str, Any] = {"AWS::AccountId": ACCOUNT_ID, "AWS::Region": REGION, "AWS::Partition": "aws"}
     values["AWS::StackName"] = params.get("StackName", "")
     values["AWS::NoValue"] = _NO_VALUE
     values |= dict.fromkeys(map(str, template["Resources"]), OF_STACK)
     known = template.get("Parameters")
-    for name, held in known.items() if isinstance(known, Mapping) else ():
-        if isinstance(held, Mapping) and "Default" in held:
-            values[str(name)] = _scalar(held["Default"])
+    for name, parameter in known.items() if isinstance(known, Mapping) else ():
+        if isinstance(parameter, Mapping) and "Default" in parameter:
+            values[str(name)] = _check_scalar(parameter["Default"])
     for given in params.get("Parameters") or ():
         if isinstance(given, Mapping) and "ParameterValue" in given:
-            values[str(given.get("ParameterKey"))] = _scalar(given["ParameterValue"])
+            values[str(given.get("ParameterKey"))] = _check_scalar(given["ParameterValue"])
     return values
 
 
-def _scalar(value: Any) -> Any:
-    """Return the value of a parameter. Raises UnreadTemplate for one that is none."""
+def _check_scalar(value: Any) -> Any:
+    """Return the value of a parameter. Raises UnreadTemplate for a list or a mapping."""
     if isinstance(value, Mapping | list | tuple | set):
         raise UnreadTemplate
     return "" if value in UNKNOWN else value
 
 
-class _Reader:
-    """Fills in what a template refers to. What only CloudFormation knows becomes one of ``UNKNOWN``."""
+class _TemplateResolver:
+    """Resolves the references of a template. A value that only CloudFormation knows becomes one of
+    ``UNKNOWN``."""
 
     def __init__(self, template: Mapping[str, Any], params: Mapping[str, Any]) -> None:
-        self._values = _values(template, params)
-        self._conditions = _part(template, "Conditions")
-        self._mappings = _part(template, "Mappings")
+        self._values = _build_values(template, params)
+        self._conditions = _mapping_at(template, "Conditions")
+        self._mappings = _mapping_at(template, "Mappings")
         self._left = _MOST_PARTS
         self._left_chars = _MOST_CHARS
 
-    def resolved(self, value: Any, depth: int = 0) -> Any:
-        """Return a property as it is set. Raises UnreadTemplate."""
+    def resolve(self, value: Any, depth: int = 0) -> Any:
+        """Return a property with its functions evaluated. Raises UnreadTemplate."""
         self._left -= 1
         if depth > _DEEPEST or self._left < 0:
             raise UnreadTemplate
         if isinstance(value, list):
-            items = [self.resolved(item, depth + 1) for item in value]
+            items = [self.resolve(item, depth + 1) for item in value]
             return [item for item in items if item is not _NO_VALUE]
         if not isinstance(value, Mapping):
-            return "" if isinstance(value, str) and value in UNKNOWN else self._counted(value)
+            return "" if isinstance(value, str) and value in UNKNOWN else self._count_chars(value)
         if len(value) == 1:
-            ((function, held),) = value.items()
+            ((function, argument),) = value.items()
             if function == "Ref" or str(function).startswith("Fn::"):
-                return self._counted(self._called(str(function), held, depth + 1))
-        inner = {str(name): self.resolved(item, depth + 1) for name, item in value.items()}
+                return self._count_chars(self._call(str(function), argument, depth + 1))
+        inner = {str(name): self.resolve(item, depth + 1) for name, item in value.items()}
         return {name: item for name, item in inner.items() if item is not _NO_VALUE}
 
     def holds(self, condition: Any, depth: int = 0) -> bool:
-        """Return whether a condition holds, by its name or as it is written. Raises UnreadTemplate where that is not
-        known."""
+        """Return whether a condition holds, given by name or as written. Raises UnreadTemplate if
+        it is unknown."""
         self._left -= 1
         if depth > _DEEPEST or self._left < 0:
             raise UnreadTemplate
@@ -177,42 +189,42 @@ class _Reader:
             return self.holds(self._conditions[condition], depth + 1)
         if not isinstance(condition, Mapping) or len(condition) != 1:
             raise UnreadTemplate
-        ((function, held),) = condition.items()
+        ((function, argument),) = condition.items()
         if function == "Condition":
-            return self.holds(held, depth + 1)
-        if not isinstance(held, list) or not held:
+            return self.holds(argument, depth + 1)
+        if not isinstance(argument, list) or not argument:
             raise UnreadTemplate
-        if function == "Fn::Equals" and len(held) == 2:
-            one, other = (self.resolved(part, depth + 1) for part in held)
+        if function == "Fn::Equals" and len(argument) == 2:
+            one, other = (self.resolve(part, depth + 1) for part in argument)
             if one in UNKNOWN or other in UNKNOWN:
                 raise UnreadTemplate
             return str(one) == str(other)
-        if function == "Fn::Not" and len(held) == 1:
-            return not self.holds(held[0], depth + 1)
+        if function == "Fn::Not" and len(argument) == 1:
+            return not self.holds(argument[0], depth + 1)
         if function in ("Fn::And", "Fn::Or"):
-            found = [self.holds(part, depth + 1) for part in held]
-            return all(found) if function == "Fn::And" else any(found)
+            results = [self.holds(part, depth + 1) for part in argument]
+            return all(results) if function == "Fn::And" else any(results)
         raise UnreadTemplate
 
-    def _called(self, function: str, held: Any, depth: int) -> Any:
+    def _call(self, function: str, argument: Any, depth: int) -> Any:
         """Return the value of a function."""
         if function == "Ref":
-            return self._values.get(str(held), UNKNOWN[1])
+            return self._values.get(str(argument), UNKNOWN[1])
         if function == "Fn::GetAtt":
             return OF_STACK
         if function == "Fn::Sub":
-            return self._substituted(held, depth)
-        if not isinstance(held, list):
+            return self._substitute(argument, depth)
+        if not isinstance(argument, list):
             return UNKNOWN[1]
-        if function == "Fn::If" and len(held) == 3:
-            return self.resolved(held[1] if self.holds(held[0], depth) else held[2], depth)
-        parts = [self.resolved(part, depth) for part in held]
+        if function == "Fn::If" and len(argument) == 3:
+            return self.resolve(argument[1] if self.holds(argument[0], depth) else argument[2], depth)
+        parts = [self.resolve(part, depth) for part in argument]
         texts = [part for part in parts if isinstance(part, str)]
         for unknown in UNKNOWN:
             if unknown in texts:
                 return unknown
         if function == "Fn::Join" and len(parts) == 2 and isinstance(parts[1], list):
-            return self._joined(str(parts[0]), parts[1])
+            return self._join(str(parts[0]), parts[1])
         if function == "Fn::Split" and len(texts) == 2 and texts[0]:
             return texts[1].split(texts[0])
         if function == "Fn::Select" and len(parts) == 2 and isinstance(parts[1], list):
@@ -220,11 +232,12 @@ class _Reader:
             if place.isdecimal() and len(place) < 6 and int(place) < len(parts[1]):
                 return parts[1][int(place)]
         if function == "Fn::FindInMap" and len(texts) == 3:
-            found = _part(_part(self._mappings, texts[0]), texts[1]).get(texts[2], UNKNOWN[1])
-            return self.resolved(found, depth)
+            value = _mapping_at(_mapping_at(self._mappings, texts[0]), texts[1]).get(texts[2], UNKNOWN[1])
+            return self.resolve(value, depth)
         return UNKNOWN[1]
 
-    def _joined(self, between: str, parts: list[Any]) -> str:
+    def _join(self, between: str, parts: list[Any]) -> str:
+        """Return the value of ``Fn::Join``."""
         for unknown in UNKNOWN:
             if unknown in parts:
                 return unknown
@@ -234,42 +247,46 @@ class _Reader:
         self._spend(len(between) * len(texts) + sum(map(len, texts)))
         return between.join(texts)
 
-    def _substituted(self, held: Any, depth: int) -> str:
-        """Return a text with the values of its places; one that takes a part from another resource is that part."""
+    def _substitute(self, argument: Any, depth: int) -> str:
+        """Return the value of ``Fn::Sub``; ``OF_STACK`` if a part of the text comes from another
+        resource."""
         own: Any = {}
-        if isinstance(held, list) and len(held) == 2 and isinstance(held[1], Mapping):
-            own = self.resolved(held[1], depth)
-            held = held[0]
-        if not isinstance(held, str):
+        if isinstance(argument, list) and len(argument) == 2 and isinstance(argument[1], Mapping):
+            own = self.resolve(argument[1], depth)
+            argument = argument[0]
+        if not isinstance(argument, str):
             return UNKNOWN[1]
-        names = [match[1].strip() for match in _PLACE.finditer(held)]
-        values = {name: self._of_place(name, own) for name in names}
+        names = [match[1].strip() for match in _PLACE.finditer(argument)]
+        values = {name: self._value_of_place(name, own) for name in names}
         for unknown in UNKNOWN:
             if unknown in values.values():
                 return unknown
         texts = {name: str(value) for name, value in values.items()}
         self._spend(sum(len(texts[name]) for name in names))
-        return _PLACE.sub(lambda match: texts[match[1].strip()], held)
+        return _PLACE.sub(lambda match: texts[match[1].strip()], argument)
 
-    def _of_place(self, name: str, own: Mapping[str, Any]) -> Any:
-        """Return what a place in a text stands for: a value of its own, a parameter, or a part of a resource."""
+    def _value_of_place(self, name: str, own: Mapping[str, Any]) -> Any:
+        """Return the value of a placeholder: a variable of the function, a parameter, or an
+        attribute of a resource."""
         value = own.get(name, self._values.get(name))
         if value is None:
             value = OF_STACK if self._values.get(name.partition(".")[0]) == OF_STACK else UNKNOWN[1]
         return value if isinstance(value, str | int) else UNKNOWN[1]
 
-    def _counted(self, value: Any) -> Any:
+    def _count_chars(self, value: Any) -> Any:
+        """Return ``value`` and charge its length to the budget."""
         if isinstance(value, str):
             self._spend(len(value))
         return value
 
     def _spend(self, chars: int) -> None:
+        """Subtract characters from the budget. Raises UnreadTemplate if it is exhausted."""
         self._left_chars -= chars
         if self._left_chars < 0:
             raise UnreadTemplate
 
 
-def _part(value: Any, name: str) -> Mapping[str, Any]:
-    """Return a part of a template that is a map, an empty one where there is none."""
-    found = value.get(name) if isinstance(value, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def _mapping_at(value: Any, name: str) -> Mapping[str, Any]:
+    """Return the mapping under ``name``, an empty one if there is none."""
+    mapping = value.get(name) if isinstance(value, Mapping) else None
+    return mapping if isinstance(mapping, Mapping) else {}

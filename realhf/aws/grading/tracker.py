@@ -1,7 +1,9 @@
-"""Records what an agent's commands really did, and about which resources, as evidence for the grader.
+"""Evidence for the grader: the requests that an agent's commands sent, and the resources they are
+about.
 
-Names: an *evidence* is one sent request with its place in the episode; its *resource* is the name in the operation's
-identifying parameter, ARNs and URLs reduced to the name. Source: docs/reference/environment.md 7.
+An *evidence* is one sent request with its place in the episode. Its *resource* is the name in the
+operation's identifying_parameter parameter, with ARNs and URLs reduced to the name. Source:
+docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from realhf.aws.cli.executor import CommandResult
 
 _SECRET_SUFFIX = re.compile(r"-[A-Za-z0-9]{6}$")
+"""The random suffix that Secrets Manager appends to the name in an ARN."""
 _NAMES: Mapping[str, re.Pattern[str]] = {
     "s3": re.compile(r"([^/]+)"),
     "dynamodb": re.compile(r"table/([^/]+)"),
@@ -38,25 +41,29 @@ _NAMES: Mapping[str, re.Pattern[str]] = {
     "elasticloadbalancing": re.compile(r"(?:targetgroup|loadbalancer/\w+)/([^/]+)/[^/]+$"),
     "autoscaling": re.compile(r".*autoScalingGroupName/([^:]+)"),
 }
-"""By the service of an ARN, where in its resource the name is; elsewhere it is the last part."""
+"""Pattern of the name within the resource part of an ARN, by service; elsewhere it is the last
+part."""
 _PARTIAL_FUNCTION = re.compile(r"(?:\d{12}:)?(?:function:)?([\w-]+)(?::[\w$-]+)?")
+"""A function name, partial ARN or name with a qualifier, as Lambda accepts them."""
 _OWN_ACCOUNTS = frozenset({"", "aws", ACCOUNT_ID})
 _OWN_REGIONS = frozenset({"", REGION})
+"""Accounts and regions of ARNs of the simulated account itself."""
 
 
 @dataclass(frozen=True)
 class _Question:
-    """An operation whose answer shows what is asked for."""
+    """A read operation whose answer shows the wanted information."""
 
     operation: str
     names: Mapping[str, str] = field(default_factory=dict)
-    """For a parameter of the wanted operation, where (JMESPath) this one has it, if elsewhere."""
+    """JMESPath of a wanted parameter in this operation's parameters, where its name differs."""
     narrowed_by: tuple[str, ...] = ()
-    """Parameters with which the answer lacks a part of what is asked for."""
+    """Parameters that remove a part of the wanted information from the answer."""
 
 
 def _only_filter(filters: str, key: str, value: str) -> str:
-    """Return the path of the values of the filter ``value``, which finds nothing where another one stands beside it."""
+    """Return the JMESPath of the values of the filter ``value``. It matches nothing if the request
+    has another filter as well."""
     return f"!{filters}[1] && {filters}[?{key}=='{value}'].Values[]"
 
 
@@ -126,7 +133,8 @@ _QUESTIONS: Mapping[str, tuple[_Question, ...]] = {
         _Question("ssm:GetParameterHistory"),
     ),
 }
-"""For each operation, all whose answers show what its own does. Those not listed have no other."""
+"""For each read operation, all operations that answer the same question. An operation that is not
+listed has no equivalent."""
 _EFFECTS: Mapping[str, frozenset[str]] = {
     "dynamodb:PutItem": frozenset({"dynamodb:UpdateItem"}),
     "s3:PutBucketLifecycleConfiguration": frozenset({"s3:PutBucketLifecycle"}),
@@ -134,7 +142,7 @@ _EFFECTS: Mapping[str, frozenset[str]] = {
     "s3:PutObject": frozenset({"s3:CopyObject", "s3:CompleteMultipartUpload"}),
     "secretsmanager:PutSecretValue": frozenset({"secretsmanager:UpdateSecret"}),
 }
-"""For each operation, others about the same resource that can bring the same state about."""
+"""For each write operation, other operations on the same resource that can produce the same state."""
 
 
 def plain_name(text: str) -> str:
@@ -154,8 +162,11 @@ def plain_name(text: str) -> str:
 
 
 def identity(service: str, text: str) -> str:
-    """Return what the text means to ``service``; the same for every way to name a resource of this account and region,
-    and an ARN of another one stays what it is."""
+    """Return the canonical form of a resource name, ARN or URL for ``service``.
+
+    All ways to name a resource of this account and region have the same form; an ARN of another
+    account or region is returned unchanged.
+    """
     if text.startswith("arn:"):
         parts = text.split(":", 5)
         own = len(parts) == 6 and parts[4] in _OWN_ACCOUNTS and parts[3] in _OWN_REGIONS
@@ -169,8 +180,11 @@ def identity(service: str, text: str) -> str:
 
 
 def same_meaning(service: str, sent: Any, wanted: Any) -> bool:
-    """Return whether a parameter says what is wanted: texts by their identity, lists in any order, one text as a list
-    of one. ``wanted`` may be ``{one_of: [...]}``."""
+    """Return whether a parameter value means the wanted value.
+
+    Texts are compared by their ``identity`` and lists in any order; a single text equals a list of
+    it. ``wanted`` may be ``{one_of: [...]}``.
+    """
     if isinstance(wanted, Mapping) and set(wanted) == {"one_of"}:
         return any(same_meaning(service, sent, one) for one in wanted["one_of"])
     if isinstance(wanted, list) or isinstance(sent, list):
@@ -181,15 +195,20 @@ def same_meaning(service: str, sent: Any, wanted: Any) -> bool:
 
 
 def _identities(service: str, values: Any) -> list[str]:
+    """Return the sorted canonical forms of a value or a list of values."""
     listed = values if isinstance(values, list) else [values]
     return sorted({identity(service, value) if isinstance(value, str) else repr(value) for value in listed})
 
 
-def asks(operation: str, params: Mapping[str, Any], wanted_operation: str, wanted: Mapping[str, Any]) -> bool:
-    """Return whether the answer to a request shows what is wanted, of the same resource. A parameter that narrows the
-    answer counts as wanted where the task names it."""
+def answers_question(
+    operation: str, params: Mapping[str, Any], wanted_operation: str, wanted: Mapping[str, Any]
+) -> bool:
+    """Return whether the answer to a request shows the wanted information about the same resource.
+
+    A parameter that narrows the answer is accepted only if the task names it.
+    """
     service = operation.partition(":")[0]
-    asked = wanted_operation or operation
+    question_operation = wanted_operation or operation
     return any(
         operation == question.operation
         and not any(params.get(name) for name in question.narrowed_by if name not in wanted)
@@ -197,12 +216,12 @@ def asks(operation: str, params: Mapping[str, Any], wanted_operation: str, wante
             same_meaning(service, jmespath.search(question.names.get(key, key), params), value)
             for key, value in wanted.items()
         )
-        for question in _QUESTIONS.get(asked, (_Question(asked),))
+        for question in _QUESTIONS.get(question_operation, (_Question(question_operation),))
     )
 
 
 def has_effect(operation: str, wanted_operation: str) -> bool:
-    """Return whether an operation may bring about what the wanted one does."""
+    """Return whether an operation can produce the same state as the wanted one."""
     return operation == wanted_operation or operation in _EFFECTS.get(wanted_operation, frozenset())
 
 
@@ -211,7 +230,8 @@ _STATEMENTS: Mapping[str, str] = {
     "dynamodb:ExecuteStatement": "[Statement]",
     "dynamodb:ExecuteTransaction": "TransactStatements[].Statement",
 }
-"""Where (JMESPath) an operation has statements of PartiQL, which say whether it looks or writes."""
+"""JMESPath of the PartiQL statements in an operation's parameters. The statements decide whether
+the request reads or writes."""
 _IDENTIFYING: Mapping[str, tuple[str, ...]] = {
     "s3": ("Bucket",),
     "dynamodb": ("TableName",),
@@ -249,7 +269,8 @@ _IDENTIFYING: Mapping[str, tuple[str, ...]] = {
     "scheduler": ("GroupName", "Name"),
     "stepfunctions": ("name", "activityArn", "stateMachineArn"),
 }
-"""For each service, the parameters that identify what a request is about; the first one present counts."""
+"""For each service, the parameters that identify the resource of a request; the first one present
+counts."""
 ROLLBACK_PAIRS: Mapping[str, str] = {
     "s3:CreateBucket": "s3:DeleteBucket",
     "s3:PutBucketPolicy": "s3:DeleteBucketPolicy",
@@ -262,26 +283,34 @@ ROLLBACK_PAIRS: Mapping[str, str] = {
     "secretsmanager:CreateSecret": "secretsmanager:DeleteSecret",
     "apigateway:CreateRestApi": "apigateway:DeleteRestApi",
 }
-"""For each create, the delete that undoes it."""
+"""The delete operation that undoes a create operation."""
 _POLICY_PAIR = "iam:DetachRolePolicy"
-"""The undo whose policy belongs to the identity of what is undone, beside the role."""
+"""The undo operation whose identity includes the policy in addition to the role."""
 _GENERATED_IDS: Mapping[str, str] = {"apigateway:CreateRestApi": "id"}
-"""Creates whose deletes name the resource by an id of the answer."""
+"""Create operations whose deletes name the resource by an id in the answer, and the field of that
+id."""
 MAX_IDEMPOTENT_RETRIES = 3
+"""Largest number of idempotent retries that are rewarded per episode."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Records one sent request. ``index`` counts requests of the episode; ``operation`` is canonical:
-    "s3:CreateBucket"; ``command`` is the line that sent it."""
+    """One sent request."""
 
     index: int
+    """Number of the request within the episode, from 0."""
     operation: str
+    """Canonical operation, e.g. "s3:CreateBucket"."""
     params: Mapping[str, Any]
+    """Parameters of the request."""
     resource: str
+    """Name of the resource that the request is about, "" if there is none."""
     ok: bool
+    """Whether the request was accepted."""
     error_code: str
+    """Error code of a rejected request."""
     command: str = ""
+    """The command line that sent the request."""
 
     @property
     def service(self) -> str:
@@ -290,12 +319,16 @@ class Evidence:
 
     @property
     def reads(self) -> bool:
-        """Whether the request only looks."""
+        """Whether the request only reads."""
         return is_read(self.operation, self.params)
 
 
 class Tracker:
-    """Records one episode. ``present``: (service, name) of what the setup made."""
+    """Record of the commands and requests of one episode.
+
+    ``present``: (service, name) of the resources that the set-up made. ``wanted``: operations of
+    the task's criteria; they never count as rollbacks.
+    """
 
     def __init__(self, present: frozenset[tuple[str, str]] = frozenset(), wanted: frozenset[str] = frozenset()) -> None:
         self.commands: list[str] = []
@@ -313,80 +346,92 @@ class Tracker:
         self._retry: tuple[str, str] | None = None
 
     def record(self, command: str, result: CommandResult) -> list[Evidence]:
-        """Record one command and what came of it; returns the evidence it added."""
+        """Record one command and its result; return the evidence that it added."""
         self.commands.append(command)
         self.last_failed = not result.success
         added = []
-        for request in result.requests:
-            operation = f"{request.service}:{request.operation}"
-            name = resource_name(request.service, request.params)
+        for sent in result.requests:
+            operation = f"{sent.service}:{sent.operation}"
+            name = resource_name(sent.service, sent.params)
             index = len(self.evidence)
-            added.append(Evidence(index, operation, request.params, name, request.ok, request.error_code, command))
+            added.append(Evidence(index, operation, sent.params, name, sent.ok, sent.error_code, command))
             self.evidence.append(added[-1])
         self._learn_ids(added, result.stdout)
         self._count_rollbacks(added)
         self._retry = self._collision if result.success else None
         self._collision = next(
-            ((deed.service, deed.resource) for deed in added if _met_existing(deed, self._present)), None
+            ((request.service, request.resource) for request in added if _collides(request, self._present)), None
         )
         return added
 
-    def progressed(self) -> None:
-        """Note that the last command brought progress. If the one before it had met something that the set-up had made,
-        the agent went on as it should, which counts; a harmless command after a collision brings nothing."""
+    def record_progress(self) -> None:
+        """Record that the last command brought progress.
+
+        If the command before it collided with a resource of the set-up, this counts as an
+        idempotent retry: the agent continued correctly. A harmless command after a collision earns
+        nothing.
+        """
         if self._retry and self._retry not in self._retried and len(self._retried) < MAX_IDEMPOTENT_RETRIES:
             self._retried.add(self._retry)
             self.idempotent_retries += 1
 
-    def disturbed(self, service: str, name: str) -> None:
-        """Note that chaos touched this resource: to delete it is no rollback any more."""
+    def record_disturbance(self, service: str, name: str) -> None:
+        """Record that chaos changed this resource, so that its deletion is no longer a rollback."""
         self._disturbed.add((service, name))
 
     @property
     def disturbances(self) -> frozenset[tuple[str, str]]:
-        """(service, name) of what chaos touched."""
+        """(service, name) of the resources that chaos changed."""
         return frozenset(self._disturbed)
 
     def _learn_ids(self, added: Sequence[Evidence], output: str) -> None:
-        for deed in added:
-            if deed.ok and deed.operation in _GENERATED_IDS:
+        """Store the generated ids in the answers to create requests, by the name of the resource."""
+        for request in added:
+            if request.ok and request.operation in _GENERATED_IDS:
                 try:
                     answer = json.loads(output)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(answer, dict) and isinstance(answer.get(_GENERATED_IDS[deed.operation]), str):
-                    self._ids[answer[_GENERATED_IDS[deed.operation]]] = deed.resource
+                if isinstance(answer, dict) and isinstance(answer.get(_GENERATED_IDS[request.operation]), str):
+                    self._ids[answer[_GENERATED_IDS[request.operation]]] = request.resource
 
-    def _identity(self, deed: Evidence) -> str:
-        """Return the resource of a create or delete, under the name that it was made by."""
-        name = self._ids.get(deed.resource, deed.resource)
-        pair = (deed.operation, ROLLBACK_PAIRS.get(deed.operation))
-        return f"{name} {deed.params.get('PolicyArn')}" if _POLICY_PAIR in pair else name
+    def _identity(self, request: Evidence) -> str:
+        """Return the resource of a create or delete request by the name that it was created with."""
+        name = self._ids.get(request.resource, request.resource)
+        pair = (request.operation, ROLLBACK_PAIRS.get(request.operation))
+        return f"{name} {request.params.get('PolicyArn')}" if _POLICY_PAIR in pair else name
 
     def _count_rollbacks(self, added: Sequence[Evidence]) -> None:
-        for deed in added:
-            if not deed.ok or deed.operation in self._wanted or (deed.service, deed.resource) in self._disturbed:
+        """Count deletes of resources that the agent created itself, each once."""
+        for request in added:
+            if (
+                not request.ok
+                or request.operation in self._wanted
+                or (request.service, request.resource) in self._disturbed
+            ):
                 continue
-            creates = [create for create, delete in ROLLBACK_PAIRS.items() if delete == deed.operation]
-            name = self._identity(deed)
+            creates = [create for create, delete in ROLLBACK_PAIRS.items() if delete == request.operation]
+            name = self._identity(request)
             made = any(
                 other.ok and other.operation in creates and same_resource(self._identity(other), name)
-                for other in self.evidence[: deed.index]
+                for other in self.evidence[: request.index]
             )
-            pair = (deed.operation, name)
+            pair = (request.operation, name)
             if made and pair not in self._undone:
                 self._undone.add(pair)
                 self.rollbacks += 1
 
 
 def resource_name(service: str, params: Mapping[str, Any]) -> str:
-    """Return the name a request is about, "" where its service identifies nothing by a parameter."""
-    return identifying(service, params)[1]
+    """Return the name of the resource that a request is about, "" if no parameter identifies one."""
+    return identifying_parameter(service, params)[1]
 
 
-def identifying(service: str, params: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the parameter that says what a request is about, and the name that it gives; "" for both where there is
-    none."""
+def identifying_parameter(service: str, params: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the parameter that identifies the resource of a request, and the resource's name.
+
+    Both are "" if there is no such parameter.
+    """
     for key in _IDENTIFYING.get(service, ()):
         value: Any = params
         for part in key.split("."):
@@ -397,13 +442,13 @@ def identifying(service: str, params: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def same_resource(one: str, other: str) -> bool:
-    """Return whether two names are equal exactly (layer 7): a prefix, a suffix or a substring is another resource."""
+    """Return whether two names are exactly equal (layer 7): a prefix, suffix or substring is
+    another resource."""
     return one == other
 
 
 def mentions(params: Any, name: str) -> bool:
-    """Return whether a text among the parameters holds the name as a word of its own: a longer name is another
-    resource."""
+    """Return whether a text among the parameters contains the name as a whole word."""
     if isinstance(params, str):
         return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", params) is not None
     if isinstance(params, Mapping):
@@ -412,14 +457,20 @@ def mentions(params: Any, name: str) -> bool:
 
 
 def is_read(operation: str, params: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Return whether an operation only looks (layer 5, no verification reward). With ``params`` a request of PartiQL
-    is judged by its statements."""
+    """Return whether an operation only reads (layer 5, no verification reward).
+
+    With ``params``, a PartiQL request is classified by its statements.
+    """
     if operation in _STATEMENTS:
         statements = jmespath.search(_STATEMENTS[operation], params) or [""]
         return all(isinstance(one, str) and one.lstrip().upper().startswith("SELECT") for one in statements)
     return operation.partition(":")[2].startswith(READ_PREFIXES)
 
 
-def _met_existing(deed: Evidence, present: frozenset[tuple[str, str]]) -> bool:
-    exists = any(word in deed.error_code for word in ("AlreadyExist", "AlreadyOwned", "InUse", "Exists", "Duplicate"))
-    return not deed.ok and exists and (deed.service, deed.resource) in present
+def _collides(request: Evidence, present: frozenset[tuple[str, str]]) -> bool:
+    """Return whether a request failed because it would create a resource that the set-up already
+    made."""
+    exists = any(
+        word in request.error_code for word in ("AlreadyExist", "AlreadyOwned", "InUse", "Exists", "Duplicate")
+    )
+    return not request.ok and exists and (request.service, request.resource) in present

@@ -17,10 +17,10 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from realhf.aws.grading.differences import Comparison, Goal, Target, canonical, is_opening, transferred
+from realhf.aws.grading.differences import EpisodeComparison, Goal, Target, canonical, is_opening, transfer_target
 from realhf.aws.grading.grader import EndStateGrader, Grade
 from realhf.aws.grading.meanings import Member
-from realhf.aws.grading.snapshot import Key, Snapshot, SnapshotError, normal_attributes
+from realhf.aws.grading.snapshot import Key, Snapshot, SnapshotError, normalize_attributes
 from realhf.aws.grading.tracker import Evidence
 from realhf.aws.real_aws.describe_walker import ID, MAX_CALLS, Answers, Call, inner_noun, noun_of, own_names, walk
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
@@ -94,7 +94,7 @@ class WalkedAccount:
             where = "|".join(_texts(given))
             for kind, identity, value in _things(said, name, where, noun_of(name.split("/")[0])):
                 serials[service, kind, identity] = _serial(value)
-                resources[service, kind, identity] = normal_attributes(service, value, now)
+                resources[service, kind, identity] = normalize_attributes(service, value, now)
         return Snapshot(resources, serials)
 
     def _named(self, value: Any, owner: str) -> Any:
@@ -164,7 +164,7 @@ def _serial(value: Mapping[str, Any]) -> int:
 class RealAccountGrader(EndStateGrader):
     """Grades an episode on a real account; ``read`` is ``WalkedAccount.read``."""
 
-    keeps_less = False
+    may_drop_settings = False
 
     def start(self) -> None:
         """Look at the account before the first command. Raises TaskError where the reads do not show what the task
@@ -180,11 +180,11 @@ class RealAccountGrader(EndStateGrader):
         self._sent += [deed for deed in added if deed.ok and not deed.reads]
         return super().evaluate(added, lost=lost)
 
-    def _comparison(self, goal: Goal) -> Comparison:
+    def _build_comparison(self, goal: Goal) -> EpisodeComparison:
         assert self._start is not None
-        return Comparison(self._start, Goal(transferred(goal.target, self._start), goal.freedom))
+        return EpisodeComparison(self._start, Goal(transfer_target(goal.target, self._start), goal.freedom))
 
-    def _seen(self, now: Snapshot, target: Target) -> Snapshot:
+    def _compared_part(self, now: Snapshot, target: Target) -> Snapshot:
         """Return the account without what the simulator does not tell of new resources, provided that the agent asked
         for nothing that the solution does not ask for: it is a default of AWS."""
         asked = {(deed.operation, name) for deed in self._sent for name in _names(deed.params)}

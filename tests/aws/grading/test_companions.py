@@ -11,7 +11,7 @@ import jmespath
 import pytest
 
 from realhf.aws.episode.episode import Episode
-from realhf.aws.grading.companions import companions_of, wirings
+from realhf.aws.grading.companions import find_companions, read_wirings
 from realhf.aws.grading.rights import read_rights
 from realhf.aws.simulator.slot import Slot
 from realhf.aws.tasks.loader import instantiate
@@ -300,7 +300,7 @@ def test_a_function_may_read_what_it_is_called_for(source: str, action: str) -> 
         ("lambda", "esms", "1"): {"EventSourceArn": source, "FunctionArn": f"{function}:live"},
     }
     wanted = read_rights(target, str)
-    found = companions_of(target, wanted, str)
+    found = find_companions(target, wanted, str)
     before, after = (str(rights.roles).lower() for rights in (wanted, found.rights))
     assert action in after and action not in before
 
@@ -310,11 +310,11 @@ def test_a_topic_may_send_what_a_subscription_did_not_take() -> None:
     redrive = {"RedrivePolicy": {"{document}": {"deadLetterTargetArn": queue}}}
     topic = {"arn": f"arn:aws:sns:{AT}:t", "subscriptions": [{"protocol": "https", "attributes": redrive}]}
     target = {("sns", "topics", topic["arn"]): topic, ("sqs", "queues", "url"): {"attributes": {"QueueArn": queue}}}
-    assert companions_of(target, read_rights(target, str), str).policies == {"sqs/queues/url/attributes/Policy"}
+    assert find_companions(target, read_rights(target, str), str).policies == {"sqs/queues/url/attributes/Policy"}
 
 
 def test_every_row_names_the_page_of_aws_and_reads_its_record() -> None:
-    for row in wirings():
+    for row in read_wirings():
         assert row.aws.startswith("https://docs.aws.amazon.com/"), row.name
         assert bool(row.principal) is (row.trust or not row.role), row.name
         assert bool(row.actions) is bool(row.resources), row.name

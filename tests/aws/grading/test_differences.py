@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from realhf.aws.grading.differences import Comparison, Freedom, Goal, Target, Verdict
+from realhf.aws.grading.differences import AccountVerdict, EpisodeComparison, Freedom, Goal, Target
 from realhf.aws.grading.snapshot import Snapshot, snapshot_of
 
 AS_IT_IS = Freedom()
@@ -31,11 +31,11 @@ def group(token: str, vpc: str = "vpc-1", serial: int = 3) -> list:
     return ["ec2", "security_groups", "us-east-1", f"sg-{drawn(token)}", serial, {"GroupName": "web", "VpcId": vpc}]
 
 
-def compare(start: Snapshot, target: Target, end: Snapshot, freedom: Freedom = AS_IT_IS) -> Verdict:
-    return Comparison(start, Goal(target, freedom)).judge(end)
+def compare(start: Snapshot, target: Target, end: Snapshot, freedom: Freedom = AS_IT_IS) -> AccountVerdict:
+    return EpisodeComparison(start, Goal(target, freedom)).judge(end)
 
 
-def verdict(*records: list, target: Snapshot | None = None, freedom: Freedom = AS_IT_IS) -> Verdict:
+def verdict(*records: list, target: Snapshot | None = None, freedom: Freedom = AS_IT_IS) -> AccountVerdict:
     goal = Target(account(), (target or account(topic(display="News")),))
     return compare(account(), goal, snapshot_of(map(json.dumps, records), NOW), freedom)
 
@@ -43,7 +43,7 @@ def verdict(*records: list, target: Snapshot | None = None, freedom: Freedom = A
 def test_the_state_of_the_solution_is_achieved_and_nothing_is_nothing() -> None:
     assert verdict(QUEUE, topic(display="News")).achieved
     nothing = verdict(QUEUE)
-    assert not nothing.achieved and nothing.progress == 0 and not nothing.harms and nothing.words()
+    assert not nothing.achieved and nothing.progress == 0 and not nothing.harms and nothing.describe()
 
 
 def test_another_value_and_a_field_too_many_are_not_achieved() -> None:
@@ -108,13 +108,13 @@ def test_a_resource_of_ones_own_is_left_behind_and_harms_only_where_it_opens() -
     reader = ["lambda", "esms", "us-east-1", "reader", 7, {"source": "arn:aws:sns:us-east-1:000000000000:news"}]
     for more, name in ((own, "sqs/queues/mine"), (reader, "lambda/esms/reader")):
         found = verdict(QUEUE, topic(display="News"), more)
-        assert (found.achieved, found.words()) == (False, [f"left behind: {name}"])
+        assert (found.achieved, found.describe()) == (False, [f"left behind: {name}"])
         assert found.progress < 1 and not found.harms
     part = ["s3", "bucket_policies", "us-east-1", "old", 7, {"raw": "yes"}]
     bucket = ["s3", "buckets", "", "old", 4, {"name": "old"}]
     goal = Target(account(bucket), (account(bucket, topic()),))
     found = compare(account(bucket), goal, account(bucket, topic(), part))
-    assert not found.achieved and "not asked for" in found.words()[0], "it belongs to what it is called after"
+    assert not found.achieved and "not asked for" in found.describe()[0], "it belongs to what it is called after"
 
 
 def test_an_empty_namesake_is_not_taken_for_what_something_refers_to() -> None:
@@ -129,7 +129,7 @@ def test_an_empty_namesake_is_not_taken_for_what_something_refers_to() -> None:
     target = account(net("mmmmmm"), lies("mmmmmm"))
     for empty, right in (("aaaaaa", "zzzzzz"), ("zzzzzz", "aaaaaa")):
         found = verdict(QUEUE, net(empty), net(right), lies(right), target=target)
-        assert found.words() == [f"left behind: ec2/vpcs/vpc-{drawn(f'own {empty}')}"]
+        assert found.describe() == [f"left behind: ec2/vpcs/vpc-{drawn(f'own {empty}')}"]
         assert not verdict(QUEUE, net(empty), net(right), topic(vpc="vpc-1"), target=target).achieved
 
 
@@ -263,7 +263,7 @@ def test_a_right_that_was_to_go_must_not_stay_by_another_way() -> None:
     assert compare(account(user(admin)), goal, account(user())).achieved
     found = compare(account(user(admin)), goal, account(user(), team))
     assert not found.achieved
-    assert "missing: still: arn:aws:iam::0:user/ann may * on *" in found.words()
+    assert "missing: still: arn:aws:iam::0:user/ann may * on *" in found.describe()
 
 
 def test_policies_that_are_too_much_to_compare_are_never_achieved() -> None:
@@ -277,7 +277,7 @@ def test_policies_that_are_too_much_to_compare_are_never_achieved() -> None:
     goal = Target(account(role()), (account(role(), topic()),))
     found = compare(account(role()), goal, account(role(json.dumps({"Statement": statements})), topic()))
     assert not found.achieved
-    assert "missing: too much to compare: arn:aws:iam::0:role/r" in found.words()
+    assert "missing: too much to compare: arn:aws:iam::0:role/r" in found.describe()
 
 
 def test_a_list_is_a_set_and_messages_of_the_same_words_are_two() -> None:

@@ -260,12 +260,12 @@ def test_retries_count_for_what_the_setup_made_and_at_most_three() -> None:
     for name in "aabcdefz":
         play.send("s3:CreateBucket", {"Bucket": name}, 409, "BucketAlreadyOwnedByYou")
         play.send("s3:ListBuckets", {})
-        play.tracker.progressed()
+        play.tracker.record_progress()
     assert play.tracker.idempotent_retries == 3
     other = Play({"operation": "s3:CreateBucket", "resource_exists": BUCKET}, FakeState(ListBuckets={}))
     other.send("s3:CreateBucket", {"Bucket": "a"}, 409, "BucketAlreadyOwnedByYou")
     other.send("s3:ListBuckets", {})
-    other.tracker.progressed()
+    other.tracker.record_progress()
     assert other.tracker.idempotent_retries == 0
 
 
@@ -275,10 +275,10 @@ def test_a_harmless_command_after_a_collision_is_no_retry() -> None:
     play.send("s3:CreateBucket", {"Bucket": "b"}, 409, "BucketAlreadyOwnedByYou")
     play.send("s3:ListBuckets", {})
     assert play.tracker.idempotent_retries == 0
-    play.tracker.progressed()
+    play.tracker.record_progress()
     assert play.tracker.idempotent_retries == 1, "but one that brings the task on is"
     play.send("s3:PutObject", {"Bucket": "b"})
-    play.tracker.progressed()
+    play.tracker.record_progress()
     assert play.tracker.idempotent_retries == 1
 
 

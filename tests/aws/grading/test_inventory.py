@@ -6,7 +6,7 @@ from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.policy import operation_allowed
 from realhf.aws.cli.state_client import StateCallError
 from realhf.aws.episode.episode import Episode
-from realhf.aws.grading.inventory import LISTINGS, Inventory, names_of
+from realhf.aws.grading.inventory import LISTINGS, Inventory, list_names
 from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.loader import instantiate, load_templates
 
@@ -46,8 +46,8 @@ class PagedAccount:
 
 
 def test_every_page_of_a_list_is_read_as_far_as_needed() -> None:
-    assert names_of(PagedAccount(), "ssm", "parameter") == {"p0", "p1", "p2"}
-    assert names_of(PagedAccount(), "ssm", "parameter", most=2) == {"p0", "p1"}
+    assert list_names(PagedAccount(), "ssm", "parameter") == {"p0", "p1", "p2"}
+    assert list_names(PagedAccount(), "ssm", "parameter", limit=2) == {"p0", "p1"}
 
 
 def test_only_services_that_were_touched_or_named_are_listed() -> None:

@@ -112,7 +112,7 @@ def test_another_value_than_the_default_stays(kind: str, default: dict) -> None:
         for step in above:
             held = held.setdefault(step, {})
         held[last] = value
-    assert f"{usual}-other" in json.dumps(meanings.without_saying(kind, resource))
+    assert f"{usual}-other" in json.dumps(meanings.drop_defaults(kind, resource))
 
 
 def alarm(**more: object) -> dict:

@@ -11,19 +11,19 @@ import pytest
 from realhf.aws.grading.member_notes import check_notes, read_notes
 from realhf.aws.grading.sent_settings import (
     REMAKE,
-    Deed,
     Default,
     MemberTable,
-    deeds_between,
-    last_sent,
+    SentWrite,
+    build_settings,
+    build_writes,
+    find_differing_settings,
     member_table,
-    sent_otherwise,
 )
 from realhf.aws.grading.sent_settings import (
     TABLE as TABLE_FILE,
 )
 from realhf.aws.grading.snapshot import Snapshot
-from realhf.aws.grading.stack_templates import UnreadTemplate, declared
+from realhf.aws.grading.stack_templates import UnreadTemplate, read_declared_resources
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.tasks.task import TaskError
 
@@ -40,25 +40,28 @@ TABLE = MemberTable(
     uses=["autoscaling:ExecutePolicy"],
     defaults=[Default(CHANGE, "Cooldown", "300"), Default(CHANGE, "Port", "80", {"Kind": "web"})],
 )
-TARGET = [Deed(MAKE, {"AutoScalingGroupName": "shop", "MinSize": 1}), Deed(CHANGE, {"AutoScalingGroupName": "shop"})]
+TARGET = [
+    SentWrite(MAKE, {"AutoScalingGroupName": "shop", "MinSize": 1}),
+    SentWrite(CHANGE, {"AutoScalingGroupName": "shop"}),
+]
 
 
 SHOP = ("autoscaling", "asgs", "shop")
-GONE = Deed("autoscaling:DeleteAutoScalingGroup", {"AutoScalingGroupName": "shop"}, gone=frozenset({SHOP}))
+GONE = SentWrite("autoscaling:DeleteAutoScalingGroup", {"AutoScalingGroupName": "shop"}, gone=frozenset({SHOP}))
 
 
-def born(deeds: list[Deed]) -> list[Deed]:
+def born(deeds: list[SentWrite]) -> list[SentWrite]:
     """Return requests, the first of which made the group."""
     return [replace(deeds[0], born=frozenset({SHOP})), *deeds[1:]]
 
 
-def words(mine: list[Deed], wanted: list[Deed] = TARGET) -> list[str]:
+def words(mine: list[SentWrite], wanted: list[SentWrite] = TARGET) -> list[str]:
     account = {("autoscaling", "asgs", "shop"): {}}
-    return sent_otherwise(last_sent(mine, TABLE), last_sent(wanted, TABLE), account, account)
+    return find_differing_settings(build_settings(mine, TABLE), build_settings(wanted, TABLE), account, account)
 
 
-def change(name: str = "shop", **more: object) -> Deed:
-    return Deed(CHANGE, {"AutoScalingGroupName": name, **more})
+def change(name: str = "shop", **more: object) -> SentWrite:
+    return SentWrite(CHANGE, {"AutoScalingGroupName": name, **more})
 
 
 def test_another_value_of_what_is_not_kept_is_told_with_operation_and_member() -> None:
@@ -77,32 +80,32 @@ def test_what_the_solution_sent_and_the_play_did_not_counts_the_same_way() -> No
 
 
 def test_a_setting_is_as_it_was_sent_last() -> None:
-    wanted = [Deed(MAKE, {"AutoScalingGroupName": "shop", "Context": "mine"})]
+    wanted = [SentWrite(MAKE, {"AutoScalingGroupName": "shop", "Context": "mine"})]
     wrong = [*wanted, change(Context="other")]
     assert words(wrong, wanted) and not words([*wrong, change(Context="mine")], wanted)
     assert words([*wrong, *wanted], wanted), "what is there is not created again"
     assert not words([*born(wrong), GONE, *wanted], wanted), "made anew, nothing of it is left"
     assert words([*wrong, change(MinSize=2)], wanted), "an update changes what it names alone"
-    other = Deed("autoscaling:CreateLaunchConfiguration", {"LaunchConfigurationName": "shop"})
+    other = SentWrite("autoscaling:CreateLaunchConfiguration", {"LaunchConfigurationName": "shop"})
     assert words([*wrong, other], wanted), "what is of another kind may have the same name"
 
 
 def test_only_what_is_gone_from_the_account_is_forgotten() -> None:
     table = MemberTable({"s3:CreateBucket": {"Context": "not kept"}}, {})
     bucket = ("s3", "buckets", "shop")
-    made = Deed("s3:CreateBucket", {"Bucket": "shop", "Context": "other"}, born=frozenset({bucket}))
-    ruled = Deed("s3:PutBucketCors", {"Bucket": "shop", "Rules": "wide"})
-    part = Deed("s3:DeleteBucketCors", {"Bucket": "shop"}, gone=frozenset({("s3", "bucket_cors", "shop")}))
-    whole = Deed("s3:DeleteBucket", {"Bucket": "shop"})
+    made = SentWrite("s3:CreateBucket", {"Bucket": "shop", "Context": "other"}, born=frozenset({bucket}))
+    ruled = SentWrite("s3:PutBucketCors", {"Bucket": "shop", "Rules": "wide"})
+    part = SentWrite("s3:DeleteBucketCors", {"Bucket": "shop"}, gone=frozenset({("s3", "bucket_cors", "shop")}))
+    whole = SentWrite("s3:DeleteBucket", {"Bucket": "shop"})
 
-    def held(*deeds: Deed) -> set[str]:
-        return {path[0] for settings in last_sent(deeds, table).values() for path in settings}
+    def held(*deeds: SentWrite) -> set[str]:
+        return {path[0] for settings in build_settings(deeds, table).values() for path in settings}
 
     assert held(made, ruled, part) == {"context"}
     assert held(made, ruled, replace(whole, params={"Bucket": "shop", "VersionId": "1"})) >= {"context", "rules"}
     assert held(made, ruled, whole) >= {"context", "rules"}, "it was asked for, and nothing went"
     assert not held(made, ruled, replace(whole, gone=frozenset({bucket}))) - {"bucket"}
-    other = Deed("s3:DeleteObjects", {"Bucket": "shop"}, gone=frozenset({bucket}))
+    other = SentWrite("s3:DeleteObjects", {"Bucket": "shop"}, gone=frozenset({bucket}))
     assert "context" not in held(made, ruled, other), "whatever request removed it"
     by_setup = replace(made, born=frozenset())
     assert "context" in held(by_setup, whole)
@@ -110,12 +113,12 @@ def test_only_what_is_gone_from_the_account_is_forgotten() -> None:
 
 
 def test_what_is_restored_is_not_about_to_end() -> None:
-    ends = Deed("kms:ScheduleKeyDeletion", {"KeyId": "k", "PendingWindowInDays": 7})
+    ends = SentWrite("kms:ScheduleKeyDeletion", {"KeyId": "k", "PendingWindowInDays": 7})
     table_notes = {"kms:ScheduleKeyDeletion": {"PendingWindowInDays": "not kept"}}
     table = MemberTable(table_notes, {"kms:ScheduleKeyDeletion": ["KeyId"], "kms:CancelKeyDeletion": ["KeyId"]})
     account = {("kms", "keys", "k"): {}}
     assert told_of([ends], [], account, table)
-    assert not told_of([ends, Deed("kms:CancelKeyDeletion", {"KeyId": "k"})], [], account, table)
+    assert not told_of([ends, SentWrite("kms:CancelKeyDeletion", {"KeyId": "k"})], [], account, table)
 
 
 def test_a_documented_default_is_as_good_as_nothing() -> None:
@@ -133,8 +136,8 @@ def test_what_an_operation_only_takes_away_is_no_setting() -> None:
     assert noted.fate("lambda:DeleteFunction", ("Qualifier",)) == "names the resource"
 
 
-def told_of(mine: list[Deed], wanted: list[Deed], account: dict, table: MemberTable = TABLE) -> list[str]:
-    return sent_otherwise(last_sent(mine, table), last_sent(wanted, table), account, account)
+def told_of(mine: list[SentWrite], wanted: list[SentWrite], account: dict, table: MemberTable = TABLE) -> list[str]:
+    return find_differing_settings(build_settings(mine, table), build_settings(wanted, table), account, account)
 
 
 def test_what_was_not_probed_is_judged_by_the_account_where_that_shows_it() -> None:
@@ -155,17 +158,19 @@ def test_what_was_not_probed_is_judged_by_the_account_where_that_shows_it() -> N
 def test_one_attribute_alone_is_known_by_its_name() -> None:
     queue = MemberTable({"sqs:CreateQueue": {"Attributes.Delay": "not kept"}}, {}, uses=())
 
-    def attribute(name: str, value: str) -> Deed:
-        return Deed("sns:SetSubscriptionAttributes", {"AttributeName": name, "AttributeValue": value})
+    def attribute(name: str, value: str) -> SentWrite:
+        return SentWrite("sns:SetSubscriptionAttributes", {"AttributeName": name, "AttributeValue": value})
 
     account = {("sns", "subs", "one"): {"RawMessageDelivery": "true"}}
     assert not told_of([attribute("RawMessageDelivery", "true")], [], account, queue)
     assert told_of([attribute("RawMessageDelivery", "false")], [], account, queue)
     assert told_of([attribute("Delivery", "true")], [], account, queue)
-    assert not told_of([Deed("sqs:CreateQueue", {"Attributes": {}})], [], account, queue), "nothing was asked for"
-    assert told_of([Deed("sqs:CreateQueue", {"Attributes": {"": "1"}})], [], account, queue), "a name may be empty"
-    made = Deed("sqs:CreateQueue", {"Attributes": {"Delay": "1"}})
-    (settings,) = last_sent([made, Deed("sqs:SetQueueAttributes", {"Attributes": {"Other": "2"}})], queue).values()
+    assert not told_of([SentWrite("sqs:CreateQueue", {"Attributes": {}})], [], account, queue), "nothing was asked for"
+    assert told_of([SentWrite("sqs:CreateQueue", {"Attributes": {"": "1"}})], [], account, queue), "a name may be empty"
+    made = SentWrite("sqs:CreateQueue", {"Attributes": {"Delay": "1"}})
+    (settings,) = build_settings(
+        [made, SentWrite("sqs:SetQueueAttributes", {"Attributes": {"Other": "2"}})], queue
+    ).values()
     assert {path[0] for path in settings} == {"delay", "other"}, "one attribute leaves the others as they are"
 
 
@@ -174,10 +179,10 @@ def test_several_things_of_one_name_may_come_in_any_order() -> None:
         {"glue:CreateTable": {"Owner": "not kept", "Keys[]": "not kept"}}, {"glue:CreateTable": ["DatabaseName"]}
     )
 
-    def thing(**more: object) -> Deed:
-        return Deed("glue:CreateTable", {"DatabaseName": "shop", **more})
+    def thing(**more: object) -> SentWrite:
+        return SentWrite("glue:CreateTable", {"DatabaseName": "shop", **more})
 
-    def told(mine: list[Deed], wanted: list[Deed]) -> list[str]:
+    def told(mine: list[SentWrite], wanted: list[SentWrite]) -> list[str]:
         return told_of(mine, wanted, {("glue", "databases", "shop"): {}}, table)
 
     wanted = [thing(Name="a", Owner="one"), thing(Name="b", Owner="two"), thing(Name="c")]
@@ -193,31 +198,31 @@ def test_several_things_of_one_name_may_come_in_any_order() -> None:
 
 
 def test_a_second_creation_leaves_what_the_first_one_was_told() -> None:
-    wrong = Deed(MAKE, {"AutoScalingGroupName": "shop", "MinSize": 1, "Context": "other"})
-    again = Deed(MAKE, {"AutoScalingGroupName": "shop", "MinSize": 1})
+    wrong = SentWrite(MAKE, {"AutoScalingGroupName": "shop", "MinSize": 1, "Context": "other"})
+    again = SentWrite(MAKE, {"AutoScalingGroupName": "shop", "MinSize": 1})
     assert words(born([wrong, again]))
     assert not words([*born([wrong]), GONE, again])
 
 
 def test_a_resource_that_is_gone_takes_the_settings_of_its_parts_with_it() -> None:
-    def told(*deeds: Deed) -> list[str]:
+    def told(*deeds: SentWrite) -> list[str]:
         table = MemberTable(
             {}, {"lambda:CreateAlias": ["FunctionName", "Name"], "lambda:CreateFunction": ["FunctionName"]}
         )
-        settings = last_sent(deeds, table)
+        settings = build_settings(deeds, table)
         return sorted(one.operation for held in settings.values() for one in held.values())
 
     key = ("lambda", "functions", "pay")
-    function = Deed("lambda:CreateFunction", {"FunctionName": "pay"}, born=frozenset({key}))
-    alias = Deed("lambda:CreateAlias", {"FunctionName": "pay", "Name": "live", "Routing": "odd"})
-    assert told(function, alias, Deed("lambda:DeleteFunctionConcurrency", {"FunctionName": "pay"}))
-    assert not told(function, alias, Deed("lambda:DeleteFunction", {"FunctionName": "pay"}, gone=frozenset({key})))
+    function = SentWrite("lambda:CreateFunction", {"FunctionName": "pay"}, born=frozenset({key}))
+    alias = SentWrite("lambda:CreateAlias", {"FunctionName": "pay", "Name": "live", "Routing": "odd"})
+    assert told(function, alias, SentWrite("lambda:DeleteFunctionConcurrency", {"FunctionName": "pay"}))
+    assert not told(function, alias, SentWrite("lambda:DeleteFunction", {"FunctionName": "pay"}, gone=frozenset({key})))
 
 
 def test_a_later_request_names_by_its_id_what_was_made_with_others() -> None:
-    made = Deed(NETWORK, {"Pool": "a"}, (("ec2", "acl-1"), ("ec2", "vpc-1")))
-    change = Deed("ec2:ModifyVpcAttribute", {"VpcId": "vpc-1", "Pool": "b"})
-    (settings,) = last_sent([made, change], TABLE).values()
+    made = SentWrite(NETWORK, {"Pool": "a"}, (("ec2", "acl-1"), ("ec2", "vpc-1")))
+    change = SentWrite("ec2:ModifyVpcAttribute", {"VpcId": "vpc-1", "Pool": "b"})
+    (settings,) = build_settings([made, change], TABLE).values()
     assert settings["pool",].last == {"b"}
 
 
@@ -229,33 +234,33 @@ def test_a_resource_of_this_account_is_the_same_by_name_and_by_arn() -> None:
 
 def test_only_resources_of_the_target_have_settings() -> None:
     assert not words([*TARGET, change("mine", Context="other")])
-    assert not words([*TARGET, Deed("autoscaling:ExecutePolicy", {"AutoScalingGroupName": "shop", "Metric": 1})])
+    assert not words([*TARGET, SentWrite("autoscaling:ExecutePolicy", {"AutoScalingGroupName": "shop", "Metric": 1})])
 
 
 def test_what_the_table_does_not_know_counts_as_not_kept() -> None:
     (word,) = words([*TARGET, change(Novelty=True)])
     assert word.startswith(f"{CHANGE} Novelty = true and not nothing; {REMAKE} finds out") and word.endswith("of shop")
-    (word,) = words([*TARGET, Deed("autoscaling:PutNews", {"AutoScalingGroupName": "shop", "Size": 1})])
+    (word,) = words([*TARGET, SentWrite("autoscaling:PutNews", {"AutoScalingGroupName": "shop", "Size": 1})])
     assert "PutNews Size = 1" in word and REMAKE in word
 
 
 def test_what_bears_no_name_is_known_by_the_id_that_was_drawn_for_it() -> None:
-    def network(name: str, pool: str) -> list[Deed]:
-        made = Deed(NETWORK, {"CidrBlock": "10.0.0.0/16", "Pool": pool}, (("ec2", name),))
-        return [made, Deed("ec2:ModifyVpcAttribute", {"VpcId": name, "Attributes": {"dns": pool}})]
+    def network(name: str, pool: str) -> list[SentWrite]:
+        made = SentWrite(NETWORK, {"CidrBlock": "10.0.0.0/16", "Pool": pool}, (("ec2", name),))
+        return [made, SentWrite("ec2:ModifyVpcAttribute", {"VpcId": name, "Attributes": {"dns": pool}})]
 
-    def told(mine: list[Deed]) -> list[str]:
-        settings = last_sent(mine, TABLE, lambda text: text.replace("vpc-2", "vpc-1"))
+    def told(mine: list[SentWrite]) -> list[str]:
+        settings = build_settings(mine, TABLE, lambda text: text.replace("vpc-2", "vpc-1"))
         account = {("ec2", "vpcs", "vpc-1"): {}}
-        return sent_otherwise(settings, last_sent(network("vpc-1", "a"), TABLE), account, account)
+        return find_differing_settings(settings, build_settings(network("vpc-1", "a"), TABLE), account, account)
 
     assert not told(network("vpc-2", "a"))
     assert len(told(network("vpc-2", "b"))) == 2
     assert not told([*network("vpc-3", "b"), *network("vpc-2", "a")]), "the other one is not the target's"
 
 
-def _stack(operation: str, body: str = "", **more: object) -> Deed:
-    return Deed(f"cloudformation:{operation}", {"StackName": "shop", "TemplateBody": body, **more})
+def _stack(operation: str, body: str = "", **more: object) -> SentWrite:
+    return SentWrite(f"cloudformation:{operation}", {"StackName": "shop", "TemplateBody": body, **more})
 
 
 def _declaring(**properties: object) -> str:
@@ -263,9 +268,9 @@ def _declaring(**properties: object) -> str:
     return json.dumps({"Parameters": {"What": {"Default": "mine"}}, "Resources": {"Group": group}}, indent="\t")
 
 
-def told_of_stacks(*deeds: Deed) -> list[str]:
+def told_of_stacks(*deeds: SentWrite) -> list[str]:
     table = MemberTable({"AWS::AutoScaling::AutoScalingGroup": {"Context": "not kept"}}, {}, uses=())
-    settings = last_sent(deeds, table)
+    settings = build_settings(deeds, table)
     return sorted(value for held in settings.values() for one in held.values() for value in one.last)
 
 
@@ -282,8 +287,8 @@ def test_a_template_sets_what_it_declares() -> None:
 def test_a_template_that_cannot_be_read_is_told() -> None:
     nested = json.dumps({"Resources": {"Inner": {"Type": "AWS::CloudFormation::Stack", "Properties": {}}}})
     for body in ("{", nested):
-        settings = last_sent([_stack("CreateStack", body)], TABLE)
-        (word,) = [word for word in sent_otherwise(settings, {}, {}, {}) if "::Template" in word]
+        settings = build_settings([_stack("CreateStack", body)], TABLE)
+        (word,) = [word for word in find_differing_settings(settings, {}, {}, {}) if "::Template" in word]
         assert "TemplateBody" in word
 
 
@@ -297,8 +302,8 @@ def test_a_template_that_cannot_be_read_is_told() -> None:
     ],
 )
 def test_what_a_template_hides_is_told(body: str) -> None:
-    settings = last_sent([_stack("CreateStack", body)], TABLE)
-    assert any("::Template" in word for word in sent_otherwise(settings, {}, {}, {}))
+    settings = build_settings([_stack("CreateStack", body)], TABLE)
+    assert any("::Template" in word for word in find_differing_settings(settings, {}, {}, {}))
 
 
 def test_a_deleted_stack_takes_the_settings_of_what_went_with_it() -> None:
@@ -313,9 +318,9 @@ def test_a_deleted_stack_takes_the_settings_of_what_went_with_it() -> None:
 
 
 def test_a_stack_that_did_not_make_a_thing_does_not_settle_it() -> None:
-    wrong = [*born([Deed(MAKE, {"AutoScalingGroupName": "shop", "Context": "other"})])]
+    wrong = [*born([SentWrite(MAKE, {"AutoScalingGroupName": "shop", "Context": "other"})])]
     again = _stack("CreateStack", _declaring(AutoScalingGroupName="shop", Context="mine"))
-    wanted = [Deed(MAKE, {"AutoScalingGroupName": "shop", "Context": "mine"})]
+    wanted = [SentWrite(MAKE, {"AutoScalingGroupName": "shop", "Context": "mine"})]
     table = MemberTable(
         {MAKE: {"Context": "not kept"}, "AWS::AutoScaling::AutoScalingGroup": {"Context": "not kept"}},
         {MAKE: ["AutoScalingGroupName"]},
@@ -346,9 +351,9 @@ def test_a_name_that_a_function_puts_together_hides_nothing(name: dict, known: b
     conditions = {"Yes": {"Fn::Equals": ["a", "a"]}, "No": {"Fn::Not": [{"Condition": "Yes"}]}}
     template = {"Conditions": conditions, "Mappings": {"Names": {"all": {"one": "shop"}}}}
     template["Resources"] = {"Group": group, "Other": {"Type": "AWS::SNS::Topic"}}
-    settings = last_sent([_stack("CreateStack", json.dumps(template))], TABLE)
+    settings = build_settings([_stack("CreateStack", json.dumps(template))], TABLE)
     assert ((("autoscaling", "shop") in settings), known) in ((True, True), (False, False))
-    told = [word for word in sent_otherwise(settings, {}, {SHOP: {}}, {SHOP: {}}) if "Context = other" in word]
+    told = [word for word in find_differing_settings(settings, {}, {SHOP: {}}, {SHOP: {}}) if "Context = other" in word]
     assert told
 
 
@@ -361,7 +366,7 @@ def test_what_has_no_value_or_a_condition_that_does_not_hold_is_not_declared() -
         }
         parameters = {"What": {"Default": "b"}}
         body = {"Conditions": conditions, "Parameters": parameters, "Resources": {"Group": group, "T": {"Type": "X"}}}
-        return declared({"TemplateBody": json.dumps(body)})
+        return read_declared_resources({"TemplateBody": json.dumps(body)})
 
     nothing = {"Ref": "AWS::NoValue"}
     group, _ = found({"Context": nothing, "List": [nothing, "a"], "If": {"Fn::If": ["No", "a", nothing]}})
@@ -373,7 +378,7 @@ def test_what_has_no_value_or_a_condition_that_does_not_hold_is_not_declared() -
 
 
 def test_what_a_property_takes_from_its_template_is_as_the_solution_names_it() -> None:
-    def told(value: object, wanted: list[Deed]) -> list[str]:
+    def told(value: object, wanted: list[SentWrite]) -> list[str]:
         table = MemberTable(
             {"AWS::AutoScaling::AutoScalingGroup": {"Context": "not kept"}, MAKE: {"Context": "not kept"}}, {}
         )
@@ -384,7 +389,7 @@ def test_what_a_property_takes_from_its_template_is_as_the_solution_names_it() -
         told = told_of(mine, wanted, {("autoscaling", "asgs", "shop"): {}}, table)
         return [word for word in told if word.startswith("AWS::")]
 
-    wanted = [Deed(MAKE, {"AutoScalingGroupName": "shop", "Context": "mine"})]
+    wanted = [SentWrite(MAKE, {"AutoScalingGroupName": "shop", "Context": "mine"})]
     for value in (
         {"Ref": "Topic"},
         {"Fn::Sub": "x-${Topic}"},
@@ -422,25 +427,25 @@ def test_aliases_do_not_multiply_a_template_without_end() -> None:
         {**resources("{A: !Join [!Ref P, [" + "a, " * 4000 + "a]]}"), **long},
     ):
         with pytest.raises(UnreadTemplate):
-            declared(params)
+            read_declared_resources(params)
 
 
 def test_one_episode_is_read_to_a_bound() -> None:
     body = json.dumps({"Resources": {"T": {"Type": "AWS::SNS::Topic", "Properties": {str(n): n for n in range(4000)}}}})
-    settings = last_sent([_stack("UpdateStack", body)] * 8, TABLE)
-    assert any("::Template" in word for word in sent_otherwise(settings, {}, {}, {}))
+    settings = build_settings([_stack("UpdateStack", body)] * 8, TABLE)
+    assert any("::Template" in word for word in find_differing_settings(settings, {}, {}, {}))
 
 
 def test_drawn_ids_are_those_of_new_resources() -> None:
     def account(*names: str) -> Snapshot:
         return Snapshot({("ec2", "vpcs", f"vpc-{DRAWN}{name}{END_DRAWN}"): {} for name in names})
 
-    (deed,) = deeds_between(account("a", "c"), account("a", "b"), [("ec2:CreateVpc", {})])
+    (deed,) = build_writes(account("a", "c"), account("a", "b"), [("ec2:CreateVpc", {})])
     assert deed.made == (("ec2", "vpc-b"),)
     assert (deed.born, deed.gone) == ({("ec2", "vpcs", "vpc-b")}, {("ec2", "vpcs", "vpc-c")})
     key = ("ssm", "parameters", "a")
     before, after = (Snapshot({key: {}}, {key: serial}) for serial in (1, 2))
-    (deed,) = deeds_between(before, after, [("ssm:PutParameter", {})])
+    (deed,) = build_writes(before, after, [("ssm:PutParameter", {})])
     assert (deed.born, deed.gone) == ({key}, {key}), "it was made anew"
 
 
@@ -478,14 +483,14 @@ def test_the_notes_and_the_table_that_come_with_the_package_are_sound() -> None:
 def test_an_update_is_about_what_it_names_and_makes_nothing() -> None:
     """Whatever a service drew meanwhile is not what an update is about."""
     drawn = (("lambda", "drawn"), ("ec2", "drawn"))
-    made = Deed("lambda:CreateEventSourceMapping", {"FunctionName": "f"}, drawn)
+    made = SentWrite("lambda:CreateEventSourceMapping", {"FunctionName": "f"}, drawn)
     assert member_table().subject(made) == ("lambda", "drawn")
     for operation, params, subject in (
         ("lambda:UpdateEventSourceMapping", {"UUID": "one", "BatchSize": 5}, ("lambda", "one")),
         ("lambda:UpdateAlias", {"FunctionName": "f", "Name": "live"}, ("lambda", "f", "live")),
         ("ec2:ReplaceRoute", {"RouteTableId": "rtb-1", "GatewayId": "igw-1"}, ("ec2", "rtb-1")),
     ):
-        assert member_table().subject(Deed(operation, params, drawn)) == subject
+        assert member_table().subject(SentWrite(operation, params, drawn)) == subject
 
 
 MEMBERS = ("Name", "Attributes", "AttributeName", "AttributeValue", "Tags", "VersionId", "Bucket", "TopicName")
@@ -498,13 +503,13 @@ KEYS = (("sns", "topics", "shop"), ("ec2", "vpcs", "vpc-1"), ("s3", "buckets", "
 OPERATIONS = (*json.loads(TABLE_FILE.read_text())["operations"], *(["cloudformation:CreateStack"] * 40))
 
 
-def drawn_deeds(draw: random.Random) -> list[Deed]:
+def drawn_deeds(draw: random.Random) -> list[SentWrite]:
     """Return a few requests of any operation with any parameters, and what may come and go with them."""
     found = []
     for _ in range(draw.randint(1, 8)):
         operation = draw.choice(OPERATIONS)
         params = {member: draw.choice(VALUES) for member in draw.sample(MEMBERS, draw.randint(0, 4))}
-        names = [member for member in member_table().about(Deed(operation, {})) if member]
+        names = [member for member in member_table().about(SentWrite(operation, {})) if member]
         params |= {
             member: draw.choice(["shop", "vpc-1", "arn:aws:sns:us-east-1:000000000000:shop"]) for member in names
         }
@@ -514,7 +519,7 @@ def drawn_deeds(draw: random.Random) -> list[Deed]:
             params["TemplateBody"] = draw.choice(["{", json.dumps({"Resources": resources})])
         made = ((operation.partition(":")[0], "vpc-1"),) if draw.random() < 0.3 else ()
         came, went = (frozenset(draw.sample(KEYS, draw.randint(0, 2))) for _ in range(2))
-        found.append(Deed(operation, params, made, came, went))
+        found.append(SentWrite(operation, params, made, came, went))
     return found
 
 
@@ -525,7 +530,7 @@ def test_any_requests_can_be_read_and_are_as_themselves(seed: int) -> None:
     for number in range(30):
         draw = random.Random(seed * 1000 + number)
         deeds = drawn_deeds(draw)
-        mine = last_sent(deeds, table)
-        sent_otherwise(mine, last_sent(drawn_deeds(draw), table), account, account)
-        told = sent_otherwise(mine, last_sent(deeds, table), account, account)
+        mine = build_settings(deeds, table)
+        find_differing_settings(mine, build_settings(drawn_deeds(draw), table), account, account)
+        told = find_differing_settings(mine, build_settings(deeds, table), account, account)
         assert not [word for word in told if "::Template" not in word], deeds

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from realhf.aws.cli.command_table import ALLOWED
-from realhf.aws.grading.differences import Comparison, Freedom, Goal, Target
+from realhf.aws.grading.differences import EpisodeComparison, Freedom, Goal, Target
 from realhf.aws.grading.snapshot import take_snapshot
 from realhf.aws.simulator.slot import Slot
 from realhf.aws.tasks.captures import resolve
@@ -940,10 +940,10 @@ def test_what_is_corrected_is_as_if_made_right(slot: Slot, aws: Callable[[str], 
             answers.append(aws(resolve(line, answers)))
         accounts.append(take_snapshot(slot))
     made_right, uncorrected, corrected = accounts
-    judge = Comparison(empty, Goal(Target(empty, (made_right,)), Freedom()))
+    judge = EpisodeComparison(empty, Goal(Target(empty, (made_right,)), Freedom()))
     assert not judge.judge(uncorrected).achieved
     verdict = judge.judge(corrected)
-    assert verdict.achieved, verdict.words()
+    assert verdict.achieved, verdict.describe()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.validation import problems
 from realhf.aws.grading.criteria import parse_criteria
-from realhf.aws.grading.grader import freedom_of, is_graded_by_end_state
+from realhf.aws.grading.grader import build_freedom, is_graded_by_end_state
 from realhf.aws.simulator.pool import ACCOUNT
 from realhf.aws.tasks import loader
 from realhf.aws.tasks.__main__ import main
@@ -171,7 +171,7 @@ def test_any_task_object_is_a_task_or_a_task_error(data: st.DataObject) -> None:
     with suppress(TaskError):
         task = Task.from_json(mutated(whole, data.draw))
         assert is_graded_by_end_state(task) or parse_criteria(task.success).named_services is not None
-        assert freedom_of(task) and json.dumps(task.to_json())
+        assert build_freedom(task) and json.dumps(task.to_json())
 
 
 def test_unknown_arguments_are_named() -> None:

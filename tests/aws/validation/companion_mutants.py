@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from realhf.aws.grading.companions import Wiring, wirings
+from realhf.aws.grading.companions import Wiring, read_wirings
 from realhf.aws.tasks.task import ACCOUNT_ID, Task
 from tests.aws.validation.command_line import CommandLine, moved, quoted, sendable
 from tests.aws.validation.field_changes import OTHER_ACCOUNT
@@ -40,7 +40,7 @@ def companions(task: Task) -> Iterator[Mutant]:
     action, resource or principal more."""
     lines = [*(line for line in map(sendable, task.setup) if line), *task.solution]
     last = len(task.solution) - 1
-    for row in wirings():
+    for row in read_wirings():
         for line in lines:
             command = CommandLine.parse(line)
             if command.service.removesuffix("api") != cli_service(row.kind[0]).removesuffix("api"):

@@ -17,9 +17,9 @@ from typing import Any
 
 from realhf.aws.episode.episode import Episode
 from realhf.aws.episode.world import make_targets
-from realhf.aws.grading.differences import Comparison, Target
+from realhf.aws.grading.differences import EpisodeComparison, Target
 from realhf.aws.grading.differences import Goal as TargetGoal
-from realhf.aws.grading.grader import freedom_of, services_of
+from realhf.aws.grading.grader import build_freedom, services_of
 from realhf.aws.grading.snapshot import take_snapshot
 from realhf.aws.real_aws.describe_walker import walk
 from realhf.aws.tasks.task import Task
@@ -127,9 +127,9 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, goals: Goals) -> P
     run = run_commands(episode, task, mutant.commands)
     differences = told = ["the simulator was lost"]
     if not run.lost:
-        end, freedom = take_snapshot(episode.slot), freedom_of(task)
-        verdicts = [Comparison(run.start, TargetGoal(target, freedom)).judge(end) for target in goal.targets]
-        differences = min((verdict.words() for verdict in verdicts), key=len)
+        end, freedom = take_snapshot(episode.slot), build_freedom(task)
+        verdicts = [EpisodeComparison(run.start, TargetGoal(target, freedom)).judge(end) for target in goal.targets]
+        differences = min((verdict.describe() for verdict in verdicts), key=len)
         differences += [word for word in episode.missing() if word.startswith("asked otherwise")]
         told = []
         if run.failures or run.writes != goal.writes:
@@ -160,7 +160,7 @@ def _is_proof(mutant: Mutant, run: Run) -> bool:
 
 def _is_free(line: str, task: Task) -> bool:
     """Return whether what the describe calls tell is of a field that the task leaves to the agent."""
-    names = (path.replace("[]", "").rpartition(".")[2] for _, path, _ in freedom_of(task).free)
+    names = (path.replace("[]", "").rpartition(".")[2] for _, path, _ in build_freedom(task).free)
     return any(re.search(rf"\.{re.escape(name)} = ", line, re.IGNORECASE) for name in names)
 
 
