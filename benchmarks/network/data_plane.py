@@ -4,7 +4,7 @@
 
 Two network namespaces stand for the hosts (root, iproute2 and iperf3 are needed). In every round one stream of iperf3
 runs for two seconds, then a reader on the first host fetches a float32 array of a store on the second, in pieces: once
-over encrypted connections (in large records with the extra ``network``, else TLS), once as with ``network.trusted``.
+over TLS, once as with ``network.trusted``: unencrypted after the handshake.
 The time is from the request to the decoded sample. Ratios are taken per round; printed are medians and ranges, and the
 bytes that came for each second of CPU that both ends spent in their processes. Both ends share this machine's cores, as
 iperf3's do.
@@ -178,14 +178,12 @@ def main() -> int:
     if shutil.which("iperf3") is None:
         print("iperf3 is missing (apt-get install iperf3)", file=sys.stderr)
         return 1
-    from realhf.transport import tls
-
     try:
         found = measure(args.rounds, args.megabytes)
     except NoNamespaces as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"encrypted: {'records of 256 KiB' if tls.cipher() else 'TLS'}; load {os.getloadavg()[0]:.1f}")
+    print(f"load {os.getloadavg()[0]:.1f}")
     for name in found[0]:
         unit = 1 if name.endswith("ratio") else 1e6
         values = [row[name] / unit for row in found]

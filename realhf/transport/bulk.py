@@ -26,7 +26,7 @@ from realhf.base import process_clock
 from realhf.transport.codec import MAX_FRAME_BYTES, MAX_FRAMES, MAX_MESSAGE_BYTES
 from realhf.transport.errors import DataError, FetchTimeout, PeerLost, ProtocolError
 from realhf.transport.network import Network
-from realhf.transport.tls import Connection, RunTls
+from realhf.transport.tls import RunTls
 
 PIECE_BYTES = 64 << 20
 """Size of the largest piece."""
@@ -209,13 +209,13 @@ CALL_BYTES = 1 << 20
 """Bytes that one call of the system sends or receives at most; both fit into a core's cache on the way."""
 
 
-def send(connection: Connection, view: memoryview) -> None:
+def send(connection: socket.socket, view: memoryview) -> None:
     """Send all of a view. Raises OSError, TimeoutError among them."""
     for start in range(0, view.nbytes, CALL_BYTES):
         connection.sendall(view[start : start + CALL_BYTES])
 
 
-def receive(connection: Connection, view: memoryview, deadline: float = math.inf) -> None:
+def receive(connection: socket.socket, view: memoryview, deadline: float = math.inf) -> None:
     """Fill a view. Raises OSError, TimeoutError among them when something came and ``deadline`` (process_clock.now) is
     over, and ConnectionError when the other end has closed."""
     start, size = 0, view.nbytes
@@ -228,7 +228,7 @@ def receive(connection: Connection, view: memoryview, deadline: float = math.inf
             raise TimeoutError
 
 
-def received(connection: Connection, size: int) -> bytes:
+def received(connection: socket.socket, size: int) -> bytes:
     """Receive exactly ``size`` bytes, else as ``receive``."""
     found = bytearray(size)
     receive(connection, memoryview(found))
@@ -340,7 +340,7 @@ class BulkServer:
         if count & (count - 1) == 0:
             _log.warning("%s refused bulk connection %d, of %s: %s", self._name, count, host, error)
 
-    def _answer_all(self, connection: Connection) -> None:
+    def _answer_all(self, connection: socket.socket) -> None:
         while True:
             asked = REQUEST.unpack(received(connection, REQUEST.size))
             try:
@@ -355,7 +355,7 @@ class BulkServer:
             send(connection, piece)
 
 
-def _refuse(connection: Connection, message: str) -> None:
+def _refuse(connection: socket.socket, message: str) -> None:
     text = message.encode()[:MOST_MESSAGE_BYTES]
     connection.sendall(ANSWER.pack(REFUSED, len(text)) + text)
 
@@ -373,7 +373,7 @@ class BulkConnection:
     def __init__(self, tls: RunTls | None, host: str, port: int) -> None:
         self._tls, self._address = tls, (host, port)
         self._name = f"{host}:{port}"
-        self._connection: Connection | None = None
+        self._connection: socket.socket | None = None
 
     def fetch(self, transfer: bytes, piece: Piece, into: memoryview, deadline: float) -> None:
         """Fill ``into`` with a piece. Raises PeerLost for a connection that broke or could not be made, FetchTimeout
@@ -405,7 +405,7 @@ class BulkConnection:
                 self._connection.close()
             self._connection = None
 
-    def _connected(self, deadline: float) -> Connection:
+    def _connected(self, deadline: float) -> socket.socket:
         if self._connection is None:
             limit_s = _time_left(deadline, HANDSHAKE_S)
             plain = socket.create_connection(self._address, timeout=limit_s)
@@ -414,7 +414,7 @@ class BulkConnection:
         self._connection.settimeout(_time_left(deadline, STALL_S))
         return self._connection
 
-    def _fill(self, connection: Connection, into: memoryview, deadline: float) -> None:
+    def _fill(self, connection: socket.socket, into: memoryview, deadline: float) -> None:
         """Receive in parts, so that a peer that sends one byte now and then does not outlive the deadline."""
         for start in range(0, into.nbytes, CALL_BYTES):
             connection.settimeout(_time_left(deadline, STALL_S))
