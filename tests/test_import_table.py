@@ -87,7 +87,7 @@ TORCH_FREE = (
     "workers/env_worker.py",
     "workers/trajectory_worker.py",
 )
-PROGRAMS = {"realhf/aws/evaluate.py", "realhf/monitor/report.py"}
+PROGRAMS = {"realhf/aws/evaluate.py"}
 """Commands that put parts of several rooms together, as the launcher does; nothing may import them. So are modules
 called ``__main__``."""
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)

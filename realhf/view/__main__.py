@@ -2,6 +2,7 @@
 
 python -m realhf.view export RUN --to jsonl|parquet|inspect OUT writes a run's rollouts for other programs.
 python -m realhf.view note RUN ["text"] [--tag TAG] writes down what you have to say about a run, or prints it.
+python -m realhf.view report RUN [--no-rollouts] writes the page as one file, report.html, into the run's folder.
 
 A run that goes on is followed with --follow; one that ended or was killed is read as it is. Several runs, or a folder
 of runs, are compared. Nothing is written, and the page is served to this machine only.
@@ -18,12 +19,17 @@ from pathlib import Path
 import realhf
 from realhf.base.http_guard import guarded_http
 from realhf.monitor.rollouts.export import export_command
+from realhf.view.report import report_command
 from realhf.view.run import Run, RunList
 from realhf.view.run_folder import MARKS, is_run, note_command
 from realhf.view.server import create_app
 
 PORT = 8765
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"export": export_command, "note": note_command}
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "export": export_command,
+    "note": note_command,
+    "report": report_command,
+}
 """First words of other commands: a run of such a name is given as ./note."""
 
 

@@ -1,23 +1,30 @@
-"""Writes ``report.html``: the page over a run in one file, which opens without a server and can be sent around."""
+"""``report.html``: the page over a run in one file, which opens without a server and can be sent around.
+
+python -m realhf.view report RUN_DIR writes it of any run, also of one that goes on or was killed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import base64
 import gzip
 import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+import realhf
 from realhf.base.files import write_whole
+from realhf.monitor.trace import merge_traces
 from realhf.view.run import PARTS, Run
-from realhf.view.run_folder import finished, read_json
+from realhf.view.run_folder import MARKS, finished, is_run, read_json
 
 REPORT_FILE = "report.html"
 MOST_STEPS = 5_000
@@ -142,3 +149,24 @@ def _one_script(texts: Mapping[str, str], name: str) -> str:
 def _taken(found: re.Match[str]) -> str:
     whole, names, module = found.groups()
     return f"const {whole or '{ ' + names.replace(' as ', ': ') + ' }'} = of_{module};"
+
+
+def report_command(arguments: Sequence[str]) -> int:
+    """Write ``trace.json`` and the report of a run folder, as the arguments after the word ``report`` say.
+
+    Returns the exit code: 0, or 1 after one line about what is wrong. Raises OSError.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m realhf.view report",
+        description="Write trace.json and report.html, the page over a run in one file that can be sent around.",
+    )
+    parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--no-rollouts", action="store_true", help="leave out conversations and tokens")
+    options = parser.parse_args(arguments)
+    if not is_run(options.run_dir):
+        print(f"error: {options.run_dir} is not a run: it has none of {', '.join(MARKS)}", file=sys.stderr)
+        return 1
+    merge_traces(options.run_dir)
+    print(write_report(options.run_dir, 0 if options.no_rollouts else ROLLOUT_BYTES))
+    return 0

@@ -130,8 +130,8 @@ def test_every_program_prints_its_version() -> None:
 
 
 def test_other_words_of_the_view_print_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """``export`` and ``note`` have parsers of their own."""
-    for word in ("export", "note"):
+    """``export``, ``note`` and ``report`` have parsers of their own."""
+    for word in ("export", "note", "report"):
         with pytest.raises(SystemExit) as ended:
             view([word, "--version"])
         assert ended.value.code == 0

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from realhf.api.passport import PASSPORT_FILE, Counts, Passport
-from realhf.monitor import report
 from realhf.monitor.run_files import note_death, note_placement
 from realhf.view.__main__ import main
 from realhf.view.report import MOST_STEPS, write_report
@@ -106,15 +104,11 @@ def test_a_huge_file_is_cut_and_a_terminal_is_not_driven(tmp_path: Path, capsys:
 OWN = "/api/runs/0"
 
 
-def test_the_report_of_a_killed_run_says_what_happened(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_the_report_of_a_killed_run_says_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = tmp_path / "grpo" / "x<y"
     for place in (folder, Path(__file__)):
-        monkeypatch.setattr(sys, "argv", ["report", str(place)])
-        assert report.main() == 1 and f"{place} is not a run" in capsys.readouterr().err
+        assert main(["report", str(place)]) == 1 and f"{place} is not a run" in capsys.readouterr().err
     write_run(folder, ended=False)
-    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
     begun = {"at": "a", "completed_steps": 0, "changed": {}}
     again = {"at": "b", "completed_steps": 2, "changed": {"ppo.lr": [0.1, 0.2], "env.token": ["one", "two"]}}
     (folder / "provenance.json").write_text(json.dumps({"arguments": ["seed=3"], "launches": [begun, again]}))
@@ -122,7 +116,7 @@ def test_the_report_of_a_killed_run_says_what_happened(
     note_death(folder, "generation/0", "killed: no heartbeat", "it is started again")
     note_placement(folder, "a", "rollout_worker/0")
     note_placement(folder, "a", lost="its wire was cut")
-    assert report.main() == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert main(["report", str(folder)]) == 0 and capsys.readouterr().out.strip() == str(folder / "report.html")
     answers = kept_answers(folder / "report.html")
     about = answers[f"{OWN}/about"]
     assert [event["what"] for event in about["events"]] == [
