@@ -55,10 +55,10 @@ def arguments(kind: str, root: Path, policy: Path) -> list[str]:
     return [*EXPERIMENTS[kind], *OPTIONS, f"experiment_name={kind}", f"fileroot={root}", f"actor.path={policy}"]
 
 
-def launch(kind: str, root: Path, policy: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
-    command = [sys.executable, "-m", "realhf.launch", *arguments(kind, root, policy), *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def launch(kind: str, root: Path, policy: Path, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, in ``folder``, to which relative paths belong."""
+    command = [sys.executable, "-m", "realhf.launch", *arguments(kind, root, policy)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
 
 
 class RunFolders:
@@ -74,7 +74,7 @@ class RunFolders:
         if made.exists():
             return made
         if end == "killed":
-            _launch_and_kill(kind, self._root / "runs", self._policy)
+            launch_and_kill(kind, self._root / "runs", self._policy)
         else:
             assert self[f"{kind}-killed"].exists()
             done = launch(kind, self._root / "runs", self._policy)
@@ -83,7 +83,8 @@ class RunFolders:
         return made
 
 
-def _launch_and_kill(kind: str, root: Path, policy: Path) -> None:
+def launch_and_kill(kind: str, root: Path, policy: Path) -> None:
+    """Run the command until the checkpoint of ``KILLED_AFTER`` is there, and kill all of its processes."""
     command = [sys.executable, "-m", "realhf.launch", *arguments(kind, root, policy)]
     launched = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     record = root / kind / "t" / "checkpoints.json"
