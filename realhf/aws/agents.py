@@ -1,9 +1,11 @@
-"""Defines agents that read and write text: scripted and random ones, a local model, an OpenAI-compatible endpoint.
+"""Agents that read and write text: scripted and random ones, a local model, an OpenAI-compatible
+endpoint.
 
-A *conversation* is one episode as its agent sees it. ``TextAgent`` makes an agent out of a function from conversations
-to turns: it is asked for all of a round at once, so that a model can batch and an endpoint can be asked concurrently.
+A *conversation* is one episode as its agent sees it. ``TextAgent`` turns a function from
+conversations to turns into an agent. The function gets all conversations of a round at once, so a
+model can batch them and an endpoint can be asked concurrently.
 
-Source of the turn format: docs/reference/environment.md 9; the conversation is the one that training uses.
+Source of the turn format: docs/reference/environment.md 9; training uses the same conversations.
 """
 
 from __future__ import annotations
@@ -32,26 +34,29 @@ from realhf.rollout.player import EpisodeAgent, TurnAgent
 
 @dataclass
 class Conversation:
-    """One episode: what was said, in the form of the chat API, the task first. ``reference`` is the canonical solution
-    and ``outputs`` what its commands printed so far, for the scripted expert alone."""
+    """One episode as the agent sees it."""
 
     messages: list[dict[str, Any]]
+    """Messages in the format of the chat API, the task first."""
     reference: Sequence[str] = ()
+    """Commands of the reference solution; only the scripted expert uses them."""
     outputs: list[str] = field(default_factory=list)
+    """Outputs of the commands so far, for captures in the reference solution."""
 
 
 class AgentError(RuntimeError):
-    """The agent cannot answer at all (the endpoint is gone, the model does not load); this ends the evaluation."""
+    """The agent cannot answer at all (the endpoint is gone, the model does not load); this ends the
+    evaluation."""
 
 
 class Agent(Protocol):
-    """Plays episodes, and is the engine (``BatchEngine``) that their turns come from. ``name`` labels tables and
-    plots."""
+    """A player of episodes and the engine (``BatchEngine``) that produces their turns."""
 
     name: str
+    """Label in tables and plots."""
 
-    def speaker(self, max_turns: int) -> EpisodeAgent:
-        """Return who plays episodes of at most this many turns."""
+    def episode_agent(self, max_turns: int) -> EpisodeAgent:
+        """Return an agent that plays episodes of at most this many turns."""
         ...
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
@@ -59,12 +64,12 @@ class Agent(Protocol):
         ...
 
     def free(self, slots: Sequence[int]) -> None:
-        """Forget the episodes on these slots: they are over."""
+        """Drop the state of the finished episodes on these slots."""
         ...
 
 
 class TextAgent(ABC):
-    """Is an ``Agent`` without tokens."""
+    """An ``Agent`` that works on text instead of tokens."""
 
     name: str
 
@@ -72,52 +77,56 @@ class TextAgent(ABC):
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
         """Return the next turn of each conversation, in order; "" gives up. Raises AgentError."""
 
-    def speaker(self, max_turns: int) -> EpisodeAgent:
+    def episode_agent(self, max_turns: int) -> EpisodeAgent:
         """See ``Agent``."""
-        return _TextTurns(max_turns)
+        return _TextEpisodeAgent(max_turns)
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
         """See ``Agent``."""
         del round_index
-        texts = self.act([request.conversation for request in requests if isinstance(request, _Ask)])
-        return [_Said([], [], [], "stop", text=text) for text in texts]
+        texts = self.act([request.conversation for request in requests if isinstance(request, _TextRequest)])
+        return [_TextOutput([], [], [], "stop", text=text) for text in texts]
 
     def free(self, slots: Sequence[int]) -> None:
-        """See ``Agent``: there is nothing to forget."""
+        """See ``Agent``: there is no state to drop."""
         del slots
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ask(GenRequest):
+class _TextRequest(GenRequest):
     conversation: Conversation
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Said(GenOutput):
+class _TextOutput(GenOutput):
     text: str
 
 
 @dataclass(frozen=True)
-class _TextTurns:
-    """Plays in turns of text; see ``EpisodeAgent``."""
+class _TextEpisodeAgent:
+    """Plays episodes in turns of text; see ``EpisodeAgent``."""
 
     max_turns: int
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
         seen = Witness(env)
-        speaker = _TextSpeaker(seen, wanted.task.payload["task"]["solution"], llm, slot)
-        return await play_episode(seen, wanted, speaker, self.max_turns)
+        text_speaker = _TextSpeaker(seen, wanted.task.payload["task"]["solution"], llm, slot)
+        return await play_episode(seen, wanted, text_speaker, self.max_turns)
 
 
 class _TextSpeaker:
-    """Is a ``Speaker`` without tokens. One that gives up ends the episode as one whose context is full."""
+    """A ``Speaker`` without tokens. A episode_agent that gives up ends the episode like one whose context
+    is full."""
 
     tokens = None
     cut = False
 
     def __init__(self, seen: Witness, solution: Sequence[str], llm: TokenSource, slot: int) -> None:
-        self._seen, self._solution, self._llm, self._slot = seen, solution, llm, slot
+        self._seen = seen
+        self._solution = solution
+        self._llm = llm
+        self._slot = slot
         self._conversation = Conversation([])
 
     def open(self, opening: Opening) -> None:
@@ -127,13 +136,13 @@ class _TextSpeaker:
 
     async def speak(self) -> AssistantMessage:
         """See ``Speaker``."""
-        said = await self._llm.generate(_Ask(self._slot, (), conversation=self._conversation))
-        if not isinstance(said, _Said):
+        output = await self._llm.generate(_TextRequest(self._slot, (), conversation=self._conversation))
+        if not isinstance(output, _TextOutput):
             raise TypeError("an agent without tokens was played with an engine of tokens")
-        if not said.text:
+        if not output.text:
             raise ContextFull
-        self._conversation.messages.append({"role": "assistant", "content": said.text})
-        return AssistantMessage(said.text, text=said.text)
+        self._conversation.messages.append({"role": "assistant", "content": output.text})
+        return AssistantMessage(output.text, text=output.text)
 
     def hear(self, messages: Sequence[ChatMessage]) -> bool:
         """See ``Speaker``."""
@@ -147,19 +156,19 @@ _SEED_BITS = 31
 
 
 class ScriptedExpert(TextAgent):
-    """Plays the canonical solution, command by command."""
+    """Plays the reference solution, command by command."""
 
     name = "scripted expert"
 
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
-        """Return the next canonical command of each conversation."""
-        left = [(one.reference[len(one.outputs) :], one.outputs) for one in conversations]
-        return [resolve(commands[0], outputs) if commands else "" for commands, outputs in left]
+        """Return the next reference command of each conversation."""
+        remaining = [(one.reference[len(one.outputs) :], one.outputs) for one in conversations]
+        return [resolve(commands[0], outputs) if commands else "" for commands, outputs in remaining]
 
 
 class RandomAgent(TextAgent):
-    """Plays commands that solve some task, drawn without reading the present one except for its names: it shows what a
-    policy would reach that knows the CLI and not what it is asked."""
+    """Plays random commands from solutions of other tasks, with names taken from the text of the
+    current task. It is the score of a policy that knows the CLI but ignores the task."""
 
     name = "random agent"
 
@@ -168,7 +177,7 @@ class RandomAgent(TextAgent):
         self._templates = [template.task_id for template in load_templates(split="train")]
 
     def act(self, conversations: Sequence[Conversation]) -> list[str]:
-        """Return a drawn command for each conversation."""
+        """Return a random command for each conversation."""
         return [self._guess(str(conversation.messages[0]["content"])) for conversation in conversations]
 
     def _guess(self, task_text: str) -> str:
@@ -183,28 +192,33 @@ class RandomAgent(TextAgent):
 
 
 _ATTEMPTS = 4
+"""Attempts of a request before AgentError."""
 _BACKOFF_S = 0.5
+"""First back-off between attempts, in seconds; it doubles with each attempt."""
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504})
+"""HTTP statuses of transient failures."""
 
 
 @dataclass
 class LocalModelAgent:
-    """Plays with a causal language model of transformers in this process, as training does; ``path`` is a folder or hub
-    id.
-
-    ``gen``: sampling (temperature 0: greedy). ``max_total_tokens`` ends a conversation that grew too long. Raises
-    ModelLoadError from ``load``.
-    """
+    """Plays with a causal language model of transformers in this process, sampled as in training.
+    ``load`` raises ModelLoadError."""
 
     path: str
+    """Folder or hub id of the model."""
     gen: GenConfig
+    """Sampling settings; temperature 0 is greedy."""
     seed: int = 0
+    """Seed of the sampler."""
     max_total_tokens: int = 4096
+    """A conversation that grows longer ends."""
     name: str = ""
+    """Label in tables and plots."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
 
     def load(self, threads: int) -> LocalModelAgent:
-        """Read weights and tokenizer; torch computes on ``threads`` threads."""
+        """Load weights and tokenizer; torch computes on ``threads`` threads."""
         import torch
 
         from realhf.backends.embedded.compute_threads import threads as compute_threads
@@ -220,7 +234,7 @@ class LocalModelAgent:
         self._chat = TemplateChat(tokenizer, template_kwargs=self.chat_template_kwargs, stop_ids=self.gen.stop_ids)
         return self
 
-    def speaker(self, max_turns: int) -> EpisodeAgent:
+    def episode_agent(self, max_turns: int) -> EpisodeAgent:
         """See ``Agent``."""
         return TurnAgent(
             self._chat, Limits(max_turns, self.max_total_tokens, self.gen.max_new_tokens), system_prompt=SYSTEM_PROMPT
@@ -238,21 +252,27 @@ class LocalModelAgent:
 
 @dataclass
 class ChatApiAgent(TextAgent):
-    """Answers with an OpenAI-compatible ``/chat/completions`` endpoint, asked with ``concurrency`` requests at once.
-
-    ``base_url`` ends before ``/chat/completions`` (usually in ``/v1``). A request that fails for a moment is sent
-    again, with pauses; one that keeps failing raises AgentError.
-    """
+    """Answers with an OpenAI-compatible ``/chat/completions`` endpoint. Transient failures are
+    retried with back-off; a request that keeps failing raises AgentError."""
 
     base_url: str
+    """Address before ``/chat/completions``, usually ending in ``/v1``."""
     model: str
+    """Name of the model at the endpoint."""
     api_key: str = ""
+    """Bearer token; "" sends none."""
     temperature: float = 0.7
+    """Sampling temperature."""
     max_new_tokens: int = 256
+    """Most tokens of one turn."""
     timeout_s: float = 120.0
+    """Deadline of one request, in seconds."""
     concurrency: int = 8
+    """Requests in flight at once."""
     name: str = ""
+    """Label in tables and plots; default: ``model``."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template; sent only if not empty."""
 
     def __post_init__(self) -> None:
         self.name = self.name or self.model
@@ -265,7 +285,7 @@ class ChatApiAgent(TextAgent):
         return list(self._threads.map(self._reply, conversations))
 
     def close(self) -> None:
-        """Close the connections and threads."""
+        """Close connections and threads."""
         self._threads.shutdown(cancel_futures=True)
         self._client.close()
 

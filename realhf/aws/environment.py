@@ -1,8 +1,9 @@
-"""Brings the AWS environment, its options and the server that they describe, behind the contract.
+"""The AWS environment for training: its options, its task set, its server, and the client that
+plays episodes on that server.
 
-Episodes are played on the environment server (``workers.env_worker``), a session per instance. The policy's turn is
-text; its first ``aws ...`` command is run, and what the policy reads of the answer is short and the same in every run
-(``observation_text``). Source: docs/reference/environment.md 2, 9.
+Each environment instance holds one session of the environment server (``workers.env_worker``). The
+policy's turn is text; its first ``aws ...`` command is run, and the policy reads a short answer
+that is the same in every run (``observation_text``). Source: docs/reference/environment.md 2, 9.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from realhf.aws.messages import (
     command_of,
     command_turn,
     episode_task,
+    message_turn,
     replay_of,
     task_opening,
-    told,
-    told_people,
+    turn_info,
 )
 from realhf.aws.scripts import HABIT, RECOVERY, write_scripts
 from realhf.aws.tasks.loader import ALL_BUT_TEN, THE_TEN, TrainingTasks, instantiate, load_templates, training_tags
@@ -128,7 +129,8 @@ class AwsOptions:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield tags that a tier does not have, a split without effect, and details of faults that nobody asked for."""
+        """Yield tags that a tier does not have, a split without effect, and fault details without a
+        fault rate."""
         if not self.fault_rate and (self.fault_kinds, self.fault_seed) != (DEFAULT_FAULT_KINDS, 0):
             yield f"{name}.fault_kinds, {name}.fault_seed: no effect without {name}.fault_rate"
         if not self.tiers:
@@ -148,7 +150,7 @@ class AwsOptions:
 
 
 def environment_server(options: AwsOptions) -> EnvironmentService:
-    """Return the server of a run."""
+    """Return the environment server of a run."""
     argv = ["--pool-size", str(options.pool_size), "--ministack-base-port", str(options.ministack_base_port)]
     argv += ["--max-steps", str(options.max_steps)]
     if options.step_latency_ms:
@@ -165,15 +167,17 @@ SYSTEM_PROMPT = (
     "'aws ' and nothing else. You then see its output, and may send the next command, until the task is done. "
     "Leave the account as asked and nothing else behind."
 )
+"""-"""
 _METADATA_S = 20.0
+"""Deadline for the server's metadata, in seconds."""
 _NEVER_S = 3600.0
-"""A session's own deadline for an answer: the player has a shorter one."""
+"""Deadline of a session for an answer, in seconds. The player has a shorter one."""
 
 
 class AwsTaskSet:
-    """Holds the templates of some tiers and tags, by number, and their instances of a split; see
-    ``realhf.api.environment.TaskSet``. Where all templates but ten train, those ten are among the held-out ones, in a
-    group ``unseen-TIER`` for each tier. ``chaos``: whether their episodes may be perturbed."""
+    """Templates of some tiers and tags, by number, and their instances of a split; see
+    ``realhf.api.environment.TaskSet``. If all templates but ten train (``split=all_but_ten``),
+    those ten are added to the held-out ones, in one group ``unseen-TIER`` per tier."""
 
     def __init__(self, options: AwsOptions, split: str) -> None:
         tags = training_tags(options.tiers, options.tags, options.split)
@@ -185,20 +189,26 @@ class AwsTaskSet:
             groups = {str(template.task_id): f"unseen-{template.tier}" for template in unseen}
             self.group_of = {**self.group_of, **groups}
             self.groups = (*self.groups, *dict.fromkeys(groups.values()))
-        self._split, self._chaos, self._rephrased = split, options.chaos, options.phrasings
+        self._split = split
+        self._chaos = options.chaos
+        self._rephrased = options.phrasings
         self._spare_turns = options.spare_turns
 
     def instantiate(self, template_id: str, seed: int) -> Task:
-        """See ``TaskSet``: the names of training and held-out instances differ."""
+        """See ``TaskSet``. Training and held-out instances have different names."""
         task = instantiate(int(template_id), seed, split=self._split, rephrased=self._rephrased)
-        played = episode_task(task, self._spare_turns, chaos=self._chaos, split=self._split)
-        return replace(played, group=self.group_of.get(template_id, played.group))
+        instance = episode_task(task, self._spare_turns, chaos=self._chaos, split=self._split)
+        return replace(instance, group=self.group_of.get(template_id, instance.group))
 
 
 class AwsEnvironment:
-    """Plays episodes on one session of the environment server at ``address``, which is opened at the first reset; or on
-    ``client``, a session of somebody else, which ``reopen`` opens anew when it is lost. ``level``: the last reward of
-    an episode is its score, see the server's ``reward_mode``; it is asked for where the session is its own."""
+    """Plays episodes on one session of the environment server at ``address``.
+
+    The session is opened at the first reset. Alternatively ``client`` is a session that the caller
+    owns, and ``reopen`` replaces it when it is lost. ``level``: the last reward of an episode is
+    its score, see the server's ``reward_mode``; it is asked from the server if the environment owns
+    its session.
+    """
 
     def __init__(
         self,
@@ -212,29 +222,33 @@ class AwsEnvironment:
     ) -> None:
         address, self._tls = without_certificate(address)
         self._address, self._token = without_token(address)
-        self._client, self._own = client, client is None
-        self._reopen = reopen or _reopened
-        self._level, self._chars, self._show_ids = level, observation_chars, show_ids
+        self._client = client
+        self._own = client is None
+        self._reopen = reopen or _reopen_session
+        self._level = level
+        self._chars = observation_chars
+        self._show_ids = show_ids
         self._state_key = ""
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode of a whole task, or of what else the server's reset takes."""
-        client = await self._connected()
-        opening = task_opening((await _asked(client.reset(**task, seed=seed))).observation, info=replay_of(task))
+        """Start an episode of a whole task, or of any other reset arguments of the server."""
+        client = await self._connect()
+        opening = task_opening((await _await_answer(client.reset(**task, seed=seed))).observation, info=replay_of(task))
         self._state_key = opening.state_key
         return opening
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Run the command of the turn. Without one, and for one that the server refuses to read, nothing is run."""
+        """Run the command of the turn. A turn without a command, or with one that the server
+        refuses to read, runs nothing."""
         command = command_of(message)
         if command is None:
-            return told(NO_COMMAND, self._state_key)
+            return message_turn(NO_COMMAND, self._state_key)
         if self._client is None:
             raise EnvironmentFailure("lost", "the session is not open")
         try:
-            result = await _asked(self._client.step(command))
+            result = await _await_answer(self._client.step(command))
         except _Rejected as error:
-            return told(f"error: {shorten(str(error), self._chars)}", self._state_key)
+            return message_turn(f"error: {shorten(str(error), self._chars)}", self._state_key)
         if result.reward is None:
             raise EnvironmentFailure("internal", "the environment answered a step without a reward")
         turn = command_turn(
@@ -244,7 +258,7 @@ class AwsEnvironment:
             final=self._level,
             observation_chars=self._chars,
             show_ids=self._show_ids,
-            info=told_people(command, result.observation),
+            info=turn_info(command, result.observation),
         )
         self._state_key = turn.state_key
         return turn
@@ -254,7 +268,7 @@ class AwsEnvironment:
         if self._client is not None:
             await self._client.close()
 
-    async def _connected(self) -> OpenEnvClient:
+    async def _connect(self) -> OpenEnvClient:
         if self._client is None or (self._own and not self._client.usable):
             await self.close()
             metadata = await fetch_metadata(self._address, self._token, _METADATA_S, self._tls)
@@ -264,21 +278,21 @@ class AwsEnvironment:
                 self._address, message_timeout_s=_NEVER_S, token=self._token, tls=self._tls, correlate=correlate
             )
         if not self._client.usable:
-            await _asked(self._reopen(self._client))
+            await _await_answer(self._reopen(self._client))
         return self._client
 
 
 class _Rejected(Exception):
-    """The server refused to read the command itself: a failed turn, not a failed environment."""
+    """The server refused to read the command: the turn failed, not the environment."""
 
 
-async def _reopened(client: OpenEnvClient) -> None:
+async def _reopen_session(client: OpenEnvClient) -> None:
     await client.close()
     await client.connect()
 
 
-async def _asked(answer: Awaitable[T]) -> T:
-    """Await an answer of the client; its errors become EnvironmentFailure or _Rejected."""
+async def _await_answer(answer: Awaitable[T]) -> T:
+    """Await an answer of the client and convert its errors to EnvironmentFailure or _Rejected."""
     try:
         return await answer
     except EnvError as error:
@@ -312,7 +326,7 @@ def build(options: AwsOptions) -> EnvironmentSpec:
 
 
 def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) -> tuple[str, ...]:
-    """Return what the program that plays demonstrations is told."""
+    """Return the command-line arguments of the program that plays demonstrations."""
     argv = ["--episodes-per-task", str(request.episodes_per_task), "--seed", str(request.seed)]
     argv += ["--mix", f"recovery={request.recovery_fraction}", f"habit={request.habit_fraction}", "--learn-mistakes"]
     argv += ["--tiers", *options.tiers, "--tags", *training_tags(options.tiers, options.tags, options.split)]
@@ -326,7 +340,7 @@ def demonstration_arguments(options: AwsOptions, request: DemonstrationRequest) 
 
 
 def demonstration_scripts(options: AwsOptions, request: DemonstrationRequest) -> Iterator[tuple[str, list[str]]]:
-    """Yield the description of each task that is demonstrated, and the commands of its episode."""
+    """Yield the description of each demonstrated task and the commands of its episode."""
     scripts = write_scripts(
         request.episodes_per_task,
         request.seed,

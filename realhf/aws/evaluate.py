@@ -1,14 +1,15 @@
-"""Evaluates what an agent can do on AWS tasks, by tier: success, reward, steps to solve, hints, drift repair, and
-recovery after a failed command.
+"""Evaluation of an agent on AWS tasks, by tier: success, reward, steps to solve, hints, drift
+repair, and recovery after a failed command.
 
-Episodes run in this process on a ``MiniStackPool``; grading is the environment's own. They are played in lockstep: in
-every round the agent answers all living conversations, then all commands run concurrently.
+Episodes run in this process on a ``MiniStackPool`` and are graded by the environment. They are
+played in lockstep: in every round the agent answers all unfinished conversations, then all commands
+run concurrently.
 
-python -m realhf.aws.evaluate --model runs/grpo_aws/NAME/policy --split names --tags starter
+    python -m realhf.aws.evaluate --model runs/grpo_aws/NAME/policy --split names --tags starter
     python -m realhf.aws.evaluate --model http://127.0.0.1:8000/v1 --split heldout
 
-Beside the model it plays a scripted expert (ceiling) and a random agent (floor) on the same tasks. A program:
-like the launcher it stands above the rooms of the house.
+A scripted expert (ceiling) and a random agent (floor) play the same tasks as the model. This is a
+program: like the launcher it may import from all packages.
 """
 
 from __future__ import annotations
@@ -57,27 +58,37 @@ _WORDS = {"max_turns": "finished", "token_budget": "gave_up"}
 
 @dataclass(frozen=True)
 class EpisodeRecord:
-    """Records one played episode. ``drift``: the task undoes part of its own set-up. ``status``: achieved, finished
-    (out of steps or turns), gave_up (also: out of tokens), or how the environment failed, see ``FAILURE_STATUSES``.
-    ``steps`` counts turns, including those without a command and the one that gives up; ``failed_commands`` those that
-    did not succeed."""
+    """Record of one played episode."""
 
     task_id: int
+    """Number of the template."""
     template: str
+    """Name of the template."""
     tier: str
+    """Tier of the task."""
     drift: bool
+    """Whether the task undoes part of its own set-up."""
     seed: int
+    """Seed of the instance."""
     status: str
+    """achieved, finished (out of steps or turns), gave_up (also: out of tokens), or an environment
+    failure, see ``FAILURE_STATUSES``."""
     achieved: bool = False
+    """Whether the task was solved."""
     reward: float = 0.0
+    """Return of the episode."""
     progress: float = 0.0
+    """Progress at the end, 0 to 1."""
     steps: int = 0
+    """Turns, including those without a command and the one that gives up."""
     hints: int = 0
+    """Hints requested."""
     failed_commands: int = 0
+    """Commands that did not succeed."""
 
     @property
     def valid(self) -> bool:
-        """Whether the episode counts: its environment did not fail."""
+        """Whether the episode counts, that is, its environment did not fail."""
         return self.status not in FAILURE_STATUSES
 
 
@@ -92,37 +103,42 @@ def play_tasks(
     show_ids: bool = False,
     on_episode: Callable[[EpisodeRecord], None] = lambda record: None,
 ) -> list[EpisodeRecord]:
-    """Play one agent on tasks; returns the records in their order. ``on_episode`` is called after each episode; none
-    has more turns than ``max_turns``, nor than its solution and ``spare_turns``; ``observation_chars`` is what the
-    agent reads of an answer, with ``show_ids`` as ``normalise`` says. Raises AgentError when the agent fails."""
-    judge = _Judge(agent.speaker(max_turns), tasks, on_episode)
+    """Play one agent on tasks and return the records in their order.
+
+    ``on_episode`` is called after each episode. An episode has at most ``max_turns`` turns, and at
+    most ``spare_turns`` more than its solution. ``observation_chars`` limits the text of an answer;
+    ``show_ids``: see ``normalise``. Raises AgentError when the agent fails.
+    """
+    recorder = _RecordingAgent(agent.episode_agent(max_turns), tasks, on_episode)
     size = min(pool.free_count, max(1, len(tasks)))
     with pooled_environment(pool, max_steps=max_turns, observation_chars=observation_chars, show_ids=show_ids) as spec:
-        player = BlockingPlayer(Player(spec, "", judge, size, message_timeout_s=MESSAGE_TIMEOUT_S))
+        player = BlockingPlayer(Player(spec, "", recorder, size, message_timeout_s=MESSAGE_TIMEOUT_S))
         try:
             player.play([EpisodeRequest(n, episode_task(task, spare_turns)) for n, task in enumerate(tasks)], agent)
         finally:
             player.close()
-    return [judge.records[place] for place in range(len(tasks))]
+    return [recorder.records[place] for place in range(len(tasks))]
 
 
-class _Judge:
-    """Plays as ``agent`` does and records what came of each episode; see ``EpisodeAgent``."""
+class _RecordingAgent:
+    """Plays with ``agent`` and records the result of each episode; see ``EpisodeAgent``."""
 
     def __init__(self, agent: EpisodeAgent, tasks: Sequence[Task], on_episode: Callable[[EpisodeRecord], None]) -> None:
         self.records: dict[int, EpisodeRecord] = {}
-        self._agent, self._tasks, self._on_episode = agent, tasks, on_episode
+        self._agent = agent
+        self._tasks = tasks
+        self._on_episode = on_episode
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
         seen = Witness(env)
         outcome = await self._agent.play(seen, wanted, llm, slot)
-        record = self.records[wanted.index] = _record(self._tasks[wanted.index], outcome, seen.turns)
+        record = self.records[wanted.index] = _build_record(self._tasks[wanted.index], outcome, seen.turns)
         self._on_episode(record)
         return outcome
 
 
-def _record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) -> EpisodeRecord:
+def _build_record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) -> EpisodeRecord:
     seen: list[Mapping[str, Any]] = [turn.info["observation"] for turn in turns if "observation" in turn.info]
     status = "achieved" if outcome.achieved else _WORDS.get(outcome.status, outcome.status)
     return EpisodeRecord(
@@ -144,18 +160,18 @@ def _record(task: Task, outcome: RolloutOutcome, turns: Sequence[Turn]) -> Episo
 def report(records: Sequence[EpisodeRecord]) -> dict[str, dict[str, Any]]:
     """Return {"overall", each tier, "drift": metrics}.
 
-    Rates are {value, low, high, n}; means too; None where nothing was observed. ``recovery`` is success among episodes
-    with a failed command, ``steps_to_solve`` among solved ones. Episodes whose environment failed are counted in
-    ``env_errors`` alone.
+    Rates and means are {value, low, high, n}; None without observations. ``recovery`` is success
+    among episodes with a failed command, ``steps_to_solve`` the mean over solved ones. Episodes
+    whose environment failed are counted in ``env_errors`` only.
     """
     groups = {OVERALL: list(records)}
     for tier in dict.fromkeys(record.tier for record in records):
         groups[tier] = [record for record in records if record.tier == tier and not record.drift]
     groups[DRIFT] = [record for record in records if record.drift]
-    return {name: _figures(members) for name, members in groups.items() if members}
+    return {name: _metrics(members) for name, members in groups.items() if members}
 
 
-def _figures(records: Sequence[EpisodeRecord]) -> dict[str, Any]:
+def _metrics(records: Sequence[EpisodeRecord]) -> dict[str, Any]:
     valid = [record for record in records if record.valid]
     stumbled = [record for record in valid if record.failed_commands]
     return {
@@ -189,12 +205,14 @@ SPLITS = {
     "ten": "the templates that a run with env.split=all_but_ten never sees",
     "all_but_ten": "its templates on names that training never sees",
 }
+"""Splits and their descriptions."""
 _TABLE_WIDTH = 130
 _LINE_EVERY_S = 15.0
 
 
 def choose_tasks(split: str, episodes: int, tiers: Sequence[str] | None, tags: Sequence[str], seed: int) -> list[Task]:
-    """Return ``episodes`` instances of every template of the split. Raises TaskError when there is none."""
+    """Return ``episodes`` instances of every template of the split. Raises TaskError when there is
+    none."""
     templates = load_templates(tiers, tags=tags, split="train" if split == "names" else split)
     if not templates:
         raise TaskError(f"no template of the split {split!r} has these tiers and tags")
@@ -205,7 +223,8 @@ def choose_tasks(split: str, episodes: int, tiers: Sequence[str] | None, tags: S
 
 @contextmanager
 def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
-    """Build the agent of ``--model`` and close it at the end. Raises AgentError or ModelLoadError (a ValueError)."""
+    """Build the agent of ``--model`` and close it at the end. Raises AgentError or ModelLoadError
+    (a ValueError)."""
     if options.model.startswith(("http://", "https://")):
         key = options.api_key_file.read_text().strip() if options.api_key_file else ""
         name = options.model_name or served_model(options.model, key)
@@ -231,7 +250,8 @@ def make_agent(options: argparse.Namespace) -> Iterator[Agent]:
 
 
 def play(agent: Agent, tasks: Sequence[Task], pool: MiniStackPool, options: argparse.Namespace) -> list[EpisodeRecord]:
-    """Play all episodes of one agent. Standard error shows how far it is: a bar on a terminal, else lines."""
+    """Play all episodes of one agent, with progress on standard error: a bar on a terminal,
+    otherwise lines."""
     with _progress(agent.name, len(tasks)) as advance:
         return play_tasks(
             agent,
@@ -254,13 +274,14 @@ def _progress(name: str, total: int) -> Iterator[Callable[[], None]]:
             yield lambda: progress.advance(bar)
         return
     print(f"{name}: {total} episodes", file=sys.stderr, flush=True)
-    yield _lines(name, total, _LINE_EVERY_S)
+    yield _progress_lines(name, total, _LINE_EVERY_S)
 
 
-def _lines(name: str, total: int, every_s: float) -> Callable[[], None]:
-    """Return what counts an episode and writes a line when ``every_s`` seconds have passed since the last, and for the
-    last episode."""
-    done, written = 0, process_clock.now()
+def _progress_lines(name: str, total: int, every_s: float) -> Callable[[], None]:
+    """Return a function that counts an episode and prints a line when ``every_s`` seconds have
+    passed since the last one, and for the last episode."""
+    done = 0
+    written = process_clock.now()
 
     def advance() -> None:
         nonlocal done, written
@@ -274,33 +295,33 @@ def _lines(name: str, total: int, every_s: float) -> Callable[[], None]:
 
 def table(reports: dict[str, dict[str, Any]], title: str) -> Table:
     """Return a table with one row per agent and group."""
-    found = Table(
+    rows = Table(
         "agent", "tier", "episodes", "success %", "reward", "steps to solve", "hints", "recovery %", title=title
     )
     for agent, groups in reports.items():
-        for group, figures in groups.items():
-            found.add_row(
+        for group, metrics in groups.items():
+            rows.add_row(
                 agent if group == OVERALL else "",
                 group,
-                str(figures["episodes"]),
-                _percent(figures["success"]),
-                _number(figures["reward"]),
-                _number(figures["steps_to_solve"]),
-                _number(figures["hints"]),
-                _percent(figures["recovery"]),
+                str(metrics["episodes"]),
+                _percent(metrics["success"]),
+                _number(metrics["reward"]),
+                _number(metrics["steps_to_solve"]),
+                _number(metrics["hints"]),
+                _percent(metrics["recovery"]),
             )
-        found.add_section()
-    return found
+        rows.add_section()
+    return rows
 
 
-def _percent(figure: dict[str, float] | None) -> str:
-    if figure is None:
+def _percent(interval: dict[str, float] | None) -> str:
+    if interval is None:
         return "-"
-    return f"{100 * figure['value']:.1f} [{100 * figure['low']:.0f}, {100 * figure['high']:.0f}]"
+    return f"{100 * interval['value']:.1f} [{100 * interval['low']:.0f}, {100 * interval['high']:.0f}]"
 
 
-def _number(figure: dict[str, float] | None) -> str:
-    return "-" if figure is None else f"{figure['value']:.2f} [{figure['low']:.2f}, {figure['high']:.2f}]"
+def _number(interval: dict[str, float] | None) -> str:
+    return "-" if interval is None else f"{interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}]"
 
 
 _LEAST = {
@@ -308,6 +329,7 @@ _LEAST = {
     **dict.fromkeys(("spare_turns", "temperature"), 0),
     "observation_chars": 40,  # as the option of training
 }
+"""Smallest values of numeric options."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -360,7 +382,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program. Returns the exit status: 0, 1 after an error, 130 after an interrupt."""
+    """Run the program and return the exit status: 0, 1 after an error, 130 after an interrupt."""
     options = parse(argv)
     try:
         tasks = choose_tasks(options.split, options.episodes, options.tiers, options.tags, options.seed)
@@ -376,7 +398,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(tasks: Sequence[Task], options: argparse.Namespace) -> dict[str, list[EpisodeRecord]]:
-    """Play all agents; returns each agent's records by name, the model first."""
+    """Play all agents and return each agent's records by name, the model first."""
     pool = MiniStackPool(options.pool_size)
     played: dict[str, list[EpisodeRecord]] = {}
     pool.start()
@@ -392,7 +414,7 @@ def evaluate(tasks: Sequence[Task], options: argparse.Namespace) -> dict[str, li
 
 
 def write(played: dict[str, list[EpisodeRecord]], options: argparse.Namespace) -> None:
-    """Print the table; write JSON (figures and every episode) and the plot."""
+    """Print the table, and write the plot and a JSON file with metrics and all episodes."""
     reports = {agent: report(records) for agent, records in played.items()}
     title = f"{options.split}: {SPLITS[options.split]}"
     console = Console()
@@ -410,7 +432,8 @@ def write(played: dict[str, list[EpisodeRecord]], options: argparse.Namespace) -
 
 
 def plot_success(reports: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
-    """Plot bars of success to a PNG file. ``reports``: agent name to {group: {"success": {value, low, high, n}}}."""
+    """Plot success bars to a PNG file. ``reports``: agent name to {group: {"success": {value, low,
+    high, n}}}."""
     from matplotlib.figure import Figure
 
     groups = list(dict.fromkeys(group for report in reports.values() for group in report))

@@ -1,8 +1,8 @@
-"""Finds the command in a policy turn, and says in messages what an AWS episode shows.
+"""Text of AWS episodes: finds the command in a policy turn and formats observations as messages.
 
-The text is a pure function of the observation map, shared by rollouts and demonstrations. What differs between runs
-(ports, times, request ids) or has no use (response metadata) is normalised or dropped, because a small model would
-spend its capacity on copying it.
+The text is a pure function of the observation, shared by rollouts and demonstrations. Values that
+differ between runs (ports, times, request ids) or carry no information (response metadata) are
+normalised or dropped, because a small model would spend its capacity on copying them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _THINK = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 def extract_command(text: str) -> str | None:
-    """Return the first ``aws ...`` command of a turn, or None, read as every entrance reads one (``read_command``).
+    """Return the first ``aws ...`` command of a turn in the form of ``read_command``, or None.
 
-    Reasoning is dropped (an unclosed ``<think>`` swallows the rest, a ``</think>`` whose opening stood in the prompt
-    everything before it). A quote that is never closed holds nothing but its own line.
+    Reasoning is dropped: an unclosed ``<think>`` removes the rest of the text, and a ``</think>``
+    whose opening tag was in the prompt removes everything before it. A quote that is never closed
+    ends with its line.
     """
-    lines = _without_reasoning(text).replace("\r\n", "\n").split("\n")
+    lines = _strip_reasoning(text).replace("\r\n", "\n").split("\n")
     for number, line in enumerate(lines):
         start = unwrap(line)
         if start.startswith("aws "):
@@ -37,14 +38,14 @@ def extract_command(text: str) -> str | None:
     return None
 
 
-def _without_reasoning(text: str) -> str:
+def _strip_reasoning(text: str) -> str:
     text = _THINK.sub("", text)
     text = text.rpartition("</think>")[2]
     return text.partition("<think>")[0]
 
 
 def _until_fence(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines before the next code fence, which may stand at the end of the last one."""
+    """Yield the lines before the next code fence, which may also be at the end of the last line."""
     for line in lines:
         kept = line.strip()
         if kept.startswith("```"):
@@ -56,10 +57,12 @@ def _until_fence(lines: Iterable[str]) -> Iterator[str]:
 
 
 HINT_COMMAND = "aws help --task-hint"
-"""An agent asks for a hint by it."""
+"""The command that requests a hint."""
 OBSERVATION_CHARS = 200
-"""Largest number of characters by default: what a small model reads after every turn."""
+"""Default length limit of an observation, in characters; a small model reads this much after every
+turn."""
 NO_COMMAND = "error: no command; reply with one line that starts with aws"
+"""Answer to a turn without a command."""
 _DROPPED_KEYS = frozenset(
     {
         *("ResponseMetadata", "RequestId", "RequestCharged", "ETag", "MD5OfMessageBody", "MD5OfMessageAttributes"),
@@ -67,37 +70,42 @@ _DROPPED_KEYS = frozenset(
         *("ReceiptHandle", "Owner", "BucketArn"),
     }
 )
+"""Response keys without information for the policy."""
 _EMPTY = (None, "", [], {})
 _UUID = re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b")
 _TIME = re.compile(
     r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d)?|\b1[6-9]\d{8}(?:\.\d+|\d{3})?\b"
 )
+"""ISO 8601 times and Unix times in seconds or milliseconds."""
 _LOCAL_PORT = re.compile(r"(localhost(?:\.[a-z.]+)?|127\.0\.0\.1|localstack\.cloud):\d{2,5}\b")
 _HEX = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{20,}\b")
 _IAM_ID = re.compile(r"\bA[A-Z]{3}[0-9A-Z]{15,17}\b")
 _SECRET_SUFFIX = re.compile(r"(:secret:[\w/+=.@-]+)-[0-9A-Za-z]{6}\b")
 _ERROR_LINE = re.compile(r"error|unknown options|invalid|denied|refused|timed out", re.IGNORECASE)
-_CALLED = re.compile(r"^An error occurred \((\w+)\) when calling the (\w+) operation(?: \([^)]*\))?: ?")
+"""Lines of an error output that state the error."""
+_CALL_ERROR = re.compile(r"^An error occurred \((\w+)\) when calling the (\w+) operation(?: \([^)]*\))?: ?")
+"""Prefix of an API error in the output of the AWS CLI."""
 
 
 def observation_text(
     observation: Mapping[str, Any], *, max_chars: int = OBSERVATION_CHARS, show_ids: bool = False
 ) -> str:
-    """Return at most ``max_chars`` characters: minified output of a success ("ok" when there is none), the last
-    meaningful line of an error. Longer text keeps its head and its tail. ``show_ids``: see ``normalise``."""
+    """Return an observation as text of at most ``max_chars`` characters: the minified output of a
+    successful command ("ok" if empty), or the last meaningful line of an error. Longer text keeps
+    its head and its tail. ``show_ids``: see ``normalise``."""
     if observation["command_success"]:
-        text = _compact(observation["command_output"]) or "ok"
+        text = _minify(observation["command_output"]) or "ok"
     else:
-        text = "error: " + _last_meaningful(observation["error"] or observation["command_output"])
+        text = "error: " + _error_line(observation["error"] or observation["command_output"])
     if observation.get("hint_text"):
         text = f"hint: {observation['hint_text']}\n{text}"
     return shorten(normalise(text, show_ids=show_ids), max_chars)
 
 
 def normalise(text: str, *, show_ids: bool = False) -> str:
-    """Replace ports, times, uuids, IAM ids and long hexadecimal strings by fixed words, and drop the random
-    end of a secret's ARN (which AWS accepts without it). ``show_ids`` leaves uuids and hexadecimal strings as they are:
-    a key or a load balancer can be named by them alone."""
+    """Replace ports, times, UUIDs, IAM ids and long hexadecimal strings with fixed words, and drop
+    the random suffix of a secret's ARN (AWS accepts the ARN without it). ``show_ids`` keeps UUIDs
+    and hexadecimal strings, because a key or a load balancer can only be named by its id."""
     text = _LOCAL_PORT.sub(r"\1:4566", text)
     text = _TIME.sub("TIME", text)
     text = text if show_ids else _UUID.sub("UUID", text)
@@ -106,23 +114,23 @@ def normalise(text: str, *, show_ids: bool = False) -> str:
     return text if show_ids else _HEX.sub("HEX", text)
 
 
-def _compact(output: str) -> str:
+def _minify(output: str) -> str:
     output = output.strip()
     if output[:1] in ("{", "["):
         try:
-            return json.dumps(_without_noise(json.loads(output)), separators=(",", ":"), ensure_ascii=False)
+            return json.dumps(_drop_noise(json.loads(output)), separators=(",", ":"), ensure_ascii=False)
         except ValueError:
             pass
     return "\n".join(" ".join(line.split()) for line in output.splitlines() if line.strip())
 
 
-def _without_noise(value: Any) -> Any:
+def _drop_noise(value: Any) -> Any:
     if isinstance(value, dict):
         kept = {key: item for key, item in value.items() if not _is_noise(key)}
-        told = {key: _without_noise(item) for key, item in kept.items() if item not in _EMPTY}
-        return told or kept
+        filled = {key: _drop_noise(item) for key, item in kept.items() if item not in _EMPTY}
+        return filled or kept
     if isinstance(value, list):
-        return [_without_noise(item) for item in value]
+        return [_drop_noise(item) for item in value]
     return value
 
 
@@ -130,24 +138,27 @@ def _is_noise(key: str) -> bool:
     return key in _DROPPED_KEYS or key.endswith(("Date", "Time", "Timestamp"))
 
 
-def _last_meaningful(error: str) -> str:
+def _error_line(error: str) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     if not lines:
         return "command failed"
     line = next((line for line in reversed(lines) if _ERROR_LINE.search(line)), lines[-1])
-    line = _CALLED.sub(r"\1: ", line).removeprefix("aws: error: ").removeprefix("error: ")
+    line = _CALL_ERROR.sub(r"\1: ", line).removeprefix("aws: error: ").removeprefix("error: ")
     return line
 
 
-PLAYGROUND_COMMAND, PLAYGROUND_URL = "aws-env", "http://127.0.0.1:8100/web"
+PLAYGROUND_COMMAND = "aws-env"
+PLAYGROUND_URL = "http://127.0.0.1:8100/web"
+"""-"""
 _NOT_SHOWN = ("account_changes", "account_key")
 _COLUMNS = ("service", "type", "name", "before", "after", "calls")
 
 
 def episode_task(task: AwsTask, spare_turns: int | None = None, **reset: Any) -> Task:
-    """Return a task of AWS in the form of the contract, with ``spare_turns`` turns beside those of its solution and of
-    a look at each thing that may have drifted (None: as many as a run allows); ``reset`` are further arguments of the
-    episode's reset."""
+    """Return an AWS task in the format of the environment contract. Its turn limit is the number of
+    commands of its solution, plus one look at each resource that may have drifted, plus
+    ``spare_turns`` (None: the limit of the run). ``reset``: further reset arguments of the episode.
+    """
     payload = {"task": task.to_json(), **reset}
     needed = len(task.solution) + len(task.possible_drifts)
     most = 0 if spare_turns is None else max(1, needed + spare_turns)  # 0 would be no limit
@@ -157,8 +168,8 @@ def episode_task(task: AwsTask, spare_turns: int | None = None, **reset: Any) ->
 
 
 def replay_of(payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return for people how the episode of a task (the payload of ``episode_task``) is played again by hand: ``replay``
-    of ``Opening.info``, or nothing where the payload holds no task."""
+    """Return ``replay`` of ``Opening.info``: how a person can play the episode of a task by hand.
+    ``payload`` is that of ``episode_task``; returns {} if it contains no task."""
     task = payload.get("task")
     if not isinstance(task, Mapping):
         return {}
@@ -168,19 +179,19 @@ def replay_of(payload: Mapping[str, Any]) -> dict[str, Any]:
     return {"replay": {**start, "order": order | {"chaos": bool(payload.get("chaos"))}}}
 
 
-def told_people(command: str, observation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``info`` of the answer to a command: ``did``, the whole ``observation``, and ``view``, what the commands
-    so far changed in the account (see ``Turn.info``)."""
+def turn_info(command: str, observation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``info`` of the answer to a command, for people: ``did``, the whole ``observation``,
+    and ``view``, a table of what the commands so far changed in the account (see ``Turn.info``)."""
     changes = observation.get("account_changes") or ()
     shown = {name: value for name, value in observation.items() if name not in _NOT_SHOWN}
-    found: dict[str, Any] = {"did": command, "observation": shown}
+    info: dict[str, Any] = {"did": command, "observation": shown}
     rows = [[_cell(change, name) for name in _COLUMNS] for change in changes if "more" not in change]
     if rows:
         more = sum(change["more"] for change in changes if "more" in change)
         note = f"{more} more calls changed other resources." if more else ""
-        found["view"] = {"title": "What its commands changed in the account", "columns": _COLUMNS, "rows": rows}
-        found["view"] |= {"note": note} if note else {}
-    return found
+        info["view"] = {"title": "What its commands changed in the account", "columns": _COLUMNS, "rows": rows}
+        info["view"] |= {"note": note} if note else {}
+    return info
 
 
 def _cell(change: Mapping[str, Any], name: str) -> str:
@@ -189,8 +200,8 @@ def _cell(change: Mapping[str, Any], name: str) -> str:
 
 
 def task_opening(observation: Mapping[str, Any], *, info: Mapping[str, Any] | None = None) -> Opening:
-    """Return the opening of an episode: the description of its task, and what the account should look like, where the
-    task says so: without it the agent could only guess what drifted."""
+    """Return the opening of an episode: the description of its task and, if the task has one, the
+    desired state of the account. Without the latter the agent could only guess what drifted."""
     shown = observation.get("task") or {}
     parts = [shown.get("description", "")]
     if shown.get("desired_state_spec"):
@@ -200,9 +211,9 @@ def task_opening(observation: Mapping[str, Any], *, info: Mapping[str, Any] | No
 
 
 def account_key(observation: Mapping[str, Any]) -> str:
-    """Return a digest of the account: the server's own, of the account as it is. Where there is none (a real account,
-    or one that could not be read) one of what the commands did: of the calls that changed each resource, in their
-    order. Reads, and what failed, leave it as it was."""
+    """Return a digest of the account, as computed by the server. If there is none (a real account,
+    or one that could not be read), return a digest of the calls that changed each resource, in
+    order; reads and failed calls do not change it."""
     return observation.get("account_key") or _digest(
         json.dumps(observation.get("account_changes") or [], sort_keys=True)
     )
@@ -210,13 +221,13 @@ def account_key(observation: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=1024)
 def _digest(changes: str) -> str:
-    """Return the digest of changes without what differs between runs. Most turns change nothing, and rollouts of a
-    group often the same."""
+    """Return the SHA-256 of changes in normalised form. Cached, because most turns change nothing
+    and rollouts of a group often make the same changes."""
     return hashlib.sha256(normalise(changes).encode()).hexdigest()
 
 
 def command_of(message: AssistantMessage) -> str | None:
-    """Return the command that a turn of the policy holds, or None."""
+    """Return the command in a turn of the policy, or None."""
     return extract_command(message.text or message.content)
 
 
@@ -247,6 +258,7 @@ def command_turn(
     )
 
 
-def told(text: str, state_key: str = "") -> Turn:
-    """Return the answer to a turn of which nothing was run, in an account of ``state_key``."""
+def message_turn(text: str, state_key: str = "") -> Turn:
+    """Return an answer to a turn that ran no command. ``state_key`` is the digest of the unchanged
+    account."""
     return Turn([{"role": "user", "content": text}], state_key=state_key)

@@ -1,8 +1,8 @@
-"""Defines the messages between an agent and the AWS environment, as pydantic models.
+"""Messages between an agent and the AWS environment, as pydantic models.
 
-``/schema`` of the server shows them, the client returns them. Source: docs/reference/environment.md 2.1, 10. Parsing
-drops nothing: a field that is not known here is kept as an extra attribute, a field that is missing (another OpenEnv
-server, an older one) has its neutral value.
+``/schema`` of the server shows them, and the client returns them. Source:
+docs/reference/environment.md 2.1, 10. Parsing drops nothing: an unknown field is kept as an extra
+attribute, and a missing field (of another or an older OpenEnv server) has a neutral value.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ class TaskInfo(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     task_id: int = Field(default=0, ge=0)
+    """Number of the template."""
     difficulty: str = ""
+    """Tier of the task."""
     description: str = ""
+    """The task in words."""
     desired_state_spec: str | None = None
+    """Desired state of the account, for tasks with drifts."""
 
 
 class AwsObservation(BaseModel):
@@ -35,22 +39,39 @@ class AwsObservation(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     episode_id: str = ""
+    """Id of the episode."""
     step_count: int = 0
+    """Commands so far."""
     command_success: bool = True
+    """Whether the last command succeeded; true after a reset."""
     command_output: str = ""
+    """Standard output of the last command."""
     error: str = ""
+    """Error text of the last command."""
     task: TaskInfo | None = None
+    """The task, as far as agents may see it."""
     task_achieved: bool = False
+    """Whether the task is solved."""
     partial_progress: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Progress of the task, 0 to 1."""
     hints_used: int = 0
+    """Number of hints requested."""
     hint_text: str = ""
+    """The requested hint, "" for other commands."""
     truncated: bool = False
+    """Whether the episode ended without solving the task."""
     refusal: str | None = None
+    """Policy rule that refused the command."""
     steps_left: int = 0
+    """Commands left."""
     account_changes: list[dict[str, Any]] = Field(default_factory=list)
+    """Changes of the account so far, see ``AccountChanges.describe``."""
     account_key: str = ""
+    """Digest of the account, "" if unknown."""
     simulator_lost: bool = False
+    """Whether a command broke the simulator."""
     account_unreadable: str = ""
+    """Kind of error that made the account unreadable, "" if none."""
 
 
 class AwsState(BaseModel):
@@ -58,19 +79,30 @@ class AwsState(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     episode_id: str | None = None
+    """Id of the current episode."""
     step_count: int = 0
+    """Commands so far."""
     current_task: TaskInfo | None = None
+    """The task, as far as agents may see it."""
     tracker: dict[str, Any] = Field(default_factory=dict)
+    """Progress, hints and commands of the episode."""
     infra_state: dict[str, Any] = Field(default_factory=dict)
+    """Names of the resources by service and type."""
     chaos_occurred: bool = False
+    """Whether chaos disturbed the episode; revealed at its end."""
     current_tier: str | None = None
+    """Tier of the task."""
     slot_id: int | None = None
+    """Slot of the session."""
 
 
 @dataclass(frozen=True)
 class AwsStepResult:
-    """The reply to reset or step. ``reward`` is None after a reset, where the server sends none."""
+    """Reply to reset or step."""
 
     observation: AwsObservation
+    """What the agent sees."""
     reward: float | None
+    """Reward of the step; None after a reset."""
     done: bool
+    """Whether the episode is over."""

@@ -1,7 +1,7 @@
-"""Configures the server of the AWS environment, and builds the simulator pools that its settings ask for.
+"""Settings of the AWS environment server, and the simulator pools built from them.
 
-Beside the settings of every environment server (``realhf.env.server.config``) these say what simulators and commands
-may do. Source: docs/reference/environment.md 1.
+In addition to the settings of every environment server (``realhf.env.server.config``) they
+configure simulators and commands. Source: docs/reference/environment.md 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from realhf.env.server.config import ConfigError, ServerConfig, setting
 
 @dataclass(frozen=True)
 class AwsServerConfig(ServerConfig):
-    """Holds the settings of one server process. Raises ConfigError naming variable and flag of a bad one."""
+    """Settings of one server process. Raises ConfigError with variable and flag of an invalid one."""
 
     PREFIX: ClassVar[str] = "AWS_RL_ENV_"
     UNPREFIXED: ClassVar[Mapping[str, str]] = {"backend_type": "BACKEND_TYPE"}
@@ -118,7 +118,7 @@ class AwsServerConfig(ServerConfig):
 
     @property
     def missing_layers(self) -> frozenset[str]:
-        """Layers of containment that may be missing."""
+        """Containment layers that may be missing."""
         return frozenset(filter(None, (name.strip() for name in self.may_lack.split(","))))
 
     @property
@@ -130,32 +130,34 @@ class AwsServerConfig(ServerConfig):
 
     @property
     def web_absent(self) -> str:
-        """Why ``web=auto`` serves no playground and what would serve one; "" where one is served or none is wanted."""
+        """Reason why ``web=auto`` serves no playground, and the flag that does; "" if one is served
+        or none is wanted."""
         if self.web_mounted or self.web != "auto" or self.backend_type == "aws":
             return ""
         return f"no playground at /web beside {self.pool_size} sessions; --web dedicated serves one"
 
     @property
     def containment(self) -> str:
-        """The containment that the pool is asked for: an open address never goes without bubblewrap."""
+        """Containment mode of the simulator pool; a non-loopback address always requires
+        bubblewrap."""
         return self.sandbox if is_loopback_host(self.host) else "bwrap"
 
 
 def aws_endpoints() -> dict[str, str]:
-    """Return the variables of botocore that name endpoints, for ``backend_type`` aws: the commands of agents obey the
-    same ones as the server's own clients."""
+    """Return the environment variables of botocore that set endpoints, for ``backend_type`` aws.
+    Agents' commands and the server's own clients use the same ones."""
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_ENDPOINT_URL")}
 
 
 def output_limits(config: AwsServerConfig) -> OutputLimits:
-    """Return what every command of a session is held to."""
+    """Return the limits of every command of a session."""
     return OutputLimits(
         config.cmd_timeout_s, config.max_stdout_bytes, config.max_stderr_bytes, config.max_command_bytes
     )
 
 
 def simulator_pool(config: AwsServerConfig, size: int, base_port: int) -> MiniStackPool:
-    """Return a pool of ``size`` simulators, contained as ``config`` says; it is not started yet."""
+    """Return a pool of ``size`` simulators with the containment of ``config``, not started yet."""
     return MiniStackPool(
         size,
         base_port,

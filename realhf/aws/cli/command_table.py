@@ -1,8 +1,8 @@
-"""Lists what an agent may ask for, CLI services, operations and waiters; everything else is refused.
+"""Allow list of agents: CLI services, operations and waiters. Everything else is refused.
 
 Source: docs/reference/environment.md 5.
 
-A waiter sends only a read of the ``command_table``; how long it may ask is bounded where it runs.
+A waiter only sends a read of this table; its duration is bounded where it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ READ_PREFIXES = (
     "Get", "List", "Describe", "Head", "BatchGet", "Query", "Scan", "Search", "Lookup", "Filter", "TransactGet",
     "AdminGet", "AdminList", "AssumeRole",
 )  # fmt: skip
-"""How the names of operations begin that only look, as the API has them."""
+"""Prefixes of read-only operations, in the API's spelling."""
 _OPERATIONS = {
     "acm": "request-certificate list-certificates describe-certificate delete-certificate add-tags-to-certificate "
     "list-tags-for-certificate remove-tags-from-certificate update-certificate-options",

@@ -1,8 +1,9 @@
-"""Reads a command in the ways that people and models write it: over several lines, in a code fence, behind a prompt.
+"""Parsing of commands as people and models write them: over several lines, in a code fence, behind
+a prompt.
 
-Every entrance (the wire, the tool of MCP, the playground, turns of a policy) reads with this module before anything
-looks at the command, so that policy, grading and logs see the same line. What is a command of its own stays one: only a
-backslash at the end of a line joins it with the next, as in a shell.
+Every entry point (the wire, the MCP tool, the playground, policy turns) calls this module before
+anything inspects the command, so that policy, grading and logs see the same line. Separate commands
+are never joined: only a backslash at the end of a line joins it with the next, as in a shell.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ _BLANKS = (" ", "\t")
 
 
 def read_command(text: str) -> str:
-    """Return the command that a text consists of, without the code fence, the backticks and the prompt around it, in
-    one line but for what is quoted. A text of several commands keeps their line ends, which the policy refuses."""
+    """Return the command in a text, without the code fence, backticks and prompt around it, on one
+    line except for quoted line ends. A text with several commands keeps their line ends, and the
+    policy refuses it."""
     text = text.strip()
     if "\n" in text or text.startswith(("`", _PROMPT)) or text.endswith("\\"):
         lines = command_lines(unwrap(text.replace("\r\n", "\n")))
@@ -27,11 +29,11 @@ def read_command(text: str) -> str:
 
 
 def unwrap(text: str) -> str:
-    """Return what is written in a code fence, between backticks or behind a prompt, where a text begins with one; the
-    end of a fence goes in any case."""
+    """Strip a code fence, backticks or a prompt at the beginning of a text, and the end of a fence
+    in any case."""
     text = text.strip()
     if text.startswith(_FENCE):
-        text = _without_language(text.lstrip("`"))
+        text = _strip_language(text.lstrip("`"))
     if text.endswith(_FENCE):
         text = text.rstrip("`").rstrip()
     if len(text) > 1 and text.startswith("`"):
@@ -39,9 +41,9 @@ def unwrap(text: str) -> str:
     return text.removeprefix(_PROMPT).lstrip()
 
 
-def _without_language(text: str) -> str:
-    """Return what a fence holds: the words behind its backticks (the language, attributes) are no part of it, unless a
-    command follows on the same line."""
+def _strip_language(text: str) -> str:
+    """Return the content of a fence. The words after its backticks (language, attributes) are
+    dropped, unless a command follows on the same line."""
     words, newline, rest = text.partition("\n")
     for command in (words, words.partition(" ")[2].lstrip()):
         if command.startswith(("aws ", _PROMPT)):
@@ -50,15 +52,18 @@ def _without_language(text: str) -> str:
 
 
 def command_lines(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the command lines of a text, each with whether its quotes are closed.
+    """Yield (line, closed) for each command line of a text; ``closed``: whether its quotes are
+    closed.
 
-    A line ends where a line end is neither quoted nor behind a backslash; such a backslash goes with its line end.
-    Outside of quotes, blanks behind it do not count, since they cannot be seen, and those around it are one.
+    A line ends at a line end that is neither quoted nor preceded by a backslash; such a backslash
+    is removed together with its line end. Outside of quotes, invisible blanks after the backslash
+    are ignored, and the blanks around it become one.
     """
     line: list[str] = []
     quote = ""
     joined = False
-    backslash = -1  # where in the line one escapes what comes next, as long as that is nothing but blanks
+    # Index in ``line`` of a backslash that may join two lines: nothing but blanks has followed it yet.
+    backslash = -1
     for char, quote, escapes in quote_states(text):
         if joined and char in _BLANKS:
             if line[-1:] not in ([" "], ["\t"]) or line[-2:-1] == ["\\"]:
@@ -67,7 +72,8 @@ def command_lines(text: str) -> Iterator[tuple[str, bool]]:
         joined = False
         if char == "\n" and backslash >= 0 and (not quote or backslash == len(line) - 1):
             del line[backslash:]
-            backslash, joined = -1, not quote
+            backslash = -1
+            joined = not quote
         elif char == "\n" and not quote:
             yield "".join(line).strip(), True
             line = []

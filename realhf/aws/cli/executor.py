@@ -1,6 +1,7 @@
-"""Runs an agent's command: policy, then the slot's CLI worker, then an honest account of what was sent.
+"""Execution of an agent's command: policy check, then the slot's CLI worker, then a record of the
+requests that were sent.
 
-Nothing of a reply is believed before its size, its time and the type of every field are checked.
+Worker replies are untrusted: size, time and the type of every field are checked first.
 """
 
 from __future__ import annotations
@@ -19,34 +20,45 @@ from realhf.env.containment.frames import BadFrame, frame, receive_frame, spoke_
 
 @dataclass(frozen=True)
 class SentRequest:
-    """One request that really left for the simulator. ``service`` is botocore's name (``logs``, ``s3``), ``operation``
-    the API's (``CreateBucket``), ``status`` the HTTP status, 0 when no answer came."""
+    """One request that was sent to the simulator."""
 
     service: str
+    """botocore's name of the service (``logs``, ``s3``)."""
     operation: str
+    """Name of the API operation (``CreateBucket``)."""
     params: dict[str, Any]
+    """Parameters of the operation."""
     status: int
+    """HTTP status; 0 when no answer came."""
     error_code: str
+    """AWS error code; "" for none."""
 
     @property
     def ok(self) -> bool:
-        """Whether the simulator accepted the request with a 2xx answer."""
+        """Whether the simulator accepted the request with a 2xx status."""
         return 200 <= self.status < 300
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command did. ``refusal`` is the rule that stopped it, None when it ran; ``stopped``: its worker was lost
-    over it, so that nothing is known of what it did; ``truncated``: its output is not all here."""
+    """Result of a command."""
 
     exit_code: int
+    """Exit status of the AWS CLI; 252 for a refused command, 124 after a timeout."""
     stdout: str
+    """Standard output, cut to the limit."""
     stderr: str
+    """Standard error, cut to the limit."""
     refusal: str | None = None
+    """Policy rule that refused the command; None when it ran."""
     timed_out: bool = False
+    """Whether the command exceeded its time limit."""
     requests: tuple[SentRequest, ...] = ()
+    """Requests that the command sent."""
     stopped: bool = False
+    """Whether the worker was lost, so that the effects of the command are unknown."""
     truncated: bool = False
+    """Whether the output was cut."""
 
     @property
     def success(self) -> bool:
@@ -55,23 +67,28 @@ class CommandResult:
 
     @property
     def lost(self) -> bool:
-        """Whether nothing is known of what the command did: it may have sent anything."""
+        """Whether the effects of the command are unknown: it may have sent any request."""
         return self.stopped or self.timed_out
 
 
 @dataclass(frozen=True)
 class OutputLimits:
-    """Limits a command: seconds it may take, bytes kept of each stream, bytes of the command line itself."""
+    """Limits of one command."""
 
     timeout_s: float = 10.0
+    """Seconds that it may take."""
     stdout_bytes: int = 16384
+    """Bytes kept of standard output."""
     stderr_bytes: int = 4096
+    """Bytes kept of standard error."""
     command_bytes: int = MAX_COMMAND_BYTES
+    """Longest command line, in bytes."""
 
 
 _MAX_REQUESTS = 10_000
+"""Most requests in a reply."""
 _NOTE_CHARS = 64
-"""Longest remark that a stream was cut; it comes on top of what is kept."""
+"""Longest note that a stream was cut; it is added to the kept bytes."""
 _FIELDS: Mapping[str, type] = {
     "exit_code": int,
     "stdout": str,
@@ -91,15 +108,19 @@ _REQUEST_FIELDS: Mapping[str, type] = {
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """Holds a checked reply. ``refusal``: rule and text; ``last``: the worker ends by itself now."""
+    """A validated reply of a worker."""
 
     result: CommandResult
+    """Result of the command."""
     refusal: tuple[str, str] | None
+    """(rule, text) if the worker refused the command."""
     last: bool
+    """Whether the worker ends after this reply."""
 
 
 def parse_reply(data: Any, limits: OutputLimits) -> WorkerReply:
-    """Check a reply. Raises BadFrame for anything but a well-formed answer to a command that ran under ``limits``."""
+    """Validate a reply. Raises BadFrame unless it is a well-formed answer to a command that ran
+    under ``limits``."""
     if not isinstance(data, dict):
         raise BadFrame("not an object")
     _check_types(data, _FIELDS)
@@ -118,12 +139,12 @@ def parse_reply(data: Any, limits: OutputLimits) -> WorkerReply:
         data["stdout"],
         data["stderr"],
         truncated=data["truncated"],
-        requests=tuple(_sent(entry) for entry in data["requests"]),
+        requests=tuple(_parse_request(entry) for entry in data["requests"]),
     )
     return WorkerReply(result, refusal, data["last"])
 
 
-def _sent(entry: Any) -> SentRequest:
+def _parse_request(entry: Any) -> SentRequest:
     if not isinstance(entry, dict) or set(entry) != set(_REQUEST_FIELDS):
         raise BadFrame("a malformed request")
     _check_types(entry, _REQUEST_FIELDS)
@@ -139,11 +160,12 @@ def _check_types(data: Mapping[str, Any], fields: Mapping[str, type]) -> None:
 TIMED_OUT = "command timed out"
 STOPPED = "command stopped: it used too much"
 MAX_COMMANDS_PER_WORKER = 500
+"""A worker is replaced after this many commands."""
 
 
 class SimulatorLost(RuntimeError):
-    """The slot has no usable simulator or worker; the session needs a reset. ``by_command``: it was lost over the
-    command, which is whose doing it is."""
+    """The slot has no usable simulator or worker; the session needs a reset. ``by_command``: the
+    command broke it."""
 
     def __init__(self, message: str, *, by_command: bool = False) -> None:
         super().__init__(message)
@@ -152,9 +174,14 @@ class SimulatorLost(RuntimeError):
 
 @dataclass
 class _Worker:
+    """A running worker process."""
+
     process: ForkedProcess
+    """The forked process."""
     channel: socket.socket
+    """Socket of requests and replies."""
     commands: int = 0
+    """Commands it has run."""
 
     def close(self) -> None:
         """Kill the worker and close its channel."""
@@ -164,21 +191,27 @@ class _Worker:
 
 @dataclass
 class ExecutorCounters:
-    """Counts commands for /metrics; ``refusals`` by rule."""
+    """Counters for /metrics."""
 
     commands: int = 0
+    """Commands so far."""
     seconds: float = 0.0
+    """Seconds spent in commands."""
     timeouts: int = 0
+    """Commands that timed out."""
     worker_starts: int = 0
+    """Workers started."""
     worker_kills: int = 0
+    """Workers killed because of a lost or late reply."""
     refusals: Counter[str] = field(default_factory=Counter)
+    """Refused commands by rule."""
 
 
 class CliExecutor:
-    """Is the agent's shell of one slot. ``run`` blocks and serves one command at a time.
+    """The agent's shell of one slot. ``run`` blocks; not thread-safe.
 
-    ``spawn()`` forks a fresh worker whose connection leads to the slot's simulator. ``simulator_runs()`` is asked
-    before a command, ``simulator_healthy()`` when a worker or its connection was lost.
+    ``spawn()`` forks a new worker that is connected to the slot's simulator. ``simulator_runs()``
+    is checked before a command, ``simulator_healthy()`` after a worker or its connection was lost.
     """
 
     def __init__(
@@ -196,7 +229,7 @@ class CliExecutor:
         self.counters = ExecutorCounters()
 
     def start(self) -> None:
-        """Make sure that a living worker is ready."""
+        """Ensure that a live worker is ready."""
         if self._worker is not None and not self._worker.process.alive():
             self.stop()
         if self._worker is None:
@@ -206,12 +239,12 @@ class CliExecutor:
 
     @property
     def worker_pid(self) -> int:
-        """Pid of the worker; -1 when there is none."""
+        """Pid of the worker; -1 without one."""
         worker = self._worker
         return -1 if worker is None else worker.process.pid
 
     def responsive(self, timeout_s: float) -> bool:
-        """Return whether the worker answers an empty frame in time."""
+        """Return whether the worker answers a liveness check within ``timeout_s``."""
         worker = self._worker
         if worker is None:
             return False
@@ -222,12 +255,12 @@ class CliExecutor:
             return False
 
     def run(self, command: str) -> CommandResult:
-        """Execute ``aws ...``. A refused or failing command is a result. Raises SimulatorLost when simulator or worker
-        is lost."""
+        """Execute an ``aws ...`` command. A refused or failing command is a result, not an error.
+        Raises SimulatorLost when simulator or worker is lost."""
         self.counters.commands += 1
         verdict = check_command(command, self._limits.command_bytes)
         if verdict.rule is not None:
-            return self._refused(verdict.rule, verdict.message)
+            return self._refuse(verdict.rule, verdict.message)
         if verdict.answer is not None:
             return CommandResult(exit_code=0, stdout=verdict.answer, stderr="")
         started = time.perf_counter()
@@ -238,12 +271,14 @@ class CliExecutor:
 
     def stop(self) -> None:
         """Kill the worker. Idempotent."""
-        worker, self._worker = self._worker, None
+        worker = self._worker
+        self._worker = None
         if worker is not None:
             worker.close()
 
-    def _refused(self, rule: str, message: str, requests: tuple[SentRequest, ...] = ()) -> CommandResult:
-        """Count a refusal and return it as a result. ``requests``: what had left before one was refused."""
+    def _refuse(self, rule: str, message: str, requests: tuple[SentRequest, ...] = ()) -> CommandResult:
+        """Count a refusal and return it as a result. ``requests``: those sent before one was
+        refused."""
         self.counters.refusals[rule] += 1
         return CommandResult(exit_code=252, stdout="", stderr=message, refusal=rule, requests=requests)
 
@@ -257,7 +292,8 @@ class CliExecutor:
         try:
             reply = self._exchange(worker, argv)
         except TimeoutError:
-            reply, timed_out = None, True
+            reply = None
+            timed_out = True
         except (OSError, BadFrame):
             reply = None
         worker.commands += 1
@@ -273,15 +309,15 @@ class CliExecutor:
             return CommandResult(exit_code=124, stdout="", stderr=TIMED_OUT, timed_out=True)
         if reply.refusal is not None:
             rule, text = reply.refusal
-            return self._refused(rule, refusal_text(rule, text), reply.result.requests)
+            return self._refuse(rule, refusal_text(rule, text), reply.result.requests)
         return reply.result
 
     def _exchange(self, worker: _Worker, argv: tuple[str, ...]) -> WorkerReply:
-        """Return the worker's answer. Raises TimeoutError, OSError or BadFrame when it is late, lost or not to be
-        believed."""
+        """Return the worker's answer. Raises TimeoutError when it is late, OSError when the worker
+        is lost, BadFrame when it is invalid."""
         limits = self._limits
-        if spoke_unasked(worker.channel):  # or this answer would be taken for the next one's
-            raise BadFrame("a frame that nobody asked for")
+        if spoke_unasked(worker.channel):  # it would be taken for the answer to this command
+            raise BadFrame("an unsolicited frame")
         message = {"argv": argv, "stdout_cap": limits.stdout_bytes, "stderr_cap": limits.stderr_bytes}
         worker.channel.settimeout(limits.timeout_s)
         worker.channel.sendall(frame(message))

@@ -1,11 +1,13 @@
-"""Speaks HTTP/1.1 to one simulator over one connection, and checks the grammar for both ends of the wire.
+"""HTTP/1.1 client for one simulator over one connection, and the grammar checks for both ends of
+the wire.
 
-Agent text becomes header names, header values and request targets. What RFC 9110 and RFC 9112 do not allow there is
-refused: it is never escaped, cut or guessed at, so both ends see the same requests in the same bytes.
+Agent text ends up in header names, header values and request targets. Whatever RFC 9110 and RFC
+9112 do not allow there is refused, never escaped, cut or guessed, so both ends see the same
+requests in the same bytes.
 
-In a CLI worker the connection is made by the owner and handed over as a descriptor; there is no other way out.
-``botocore`` is here whichever copy of it the process uses: the CLI's own in a worker. What agents wrote reaches the
-wire only where the grammar allows it, and one request is sent for each answer that was read.
+In a CLI worker the owner opens the connection and passes it on as a descriptor; the worker has no
+other way out. ``botocore`` is whichever copy the process uses: the CLI's own in a worker. One
+request is sent for each answer that was read.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from botocore.parsers import ResponseParserError
 from realhf.aws.cli.policy import REGION, Refuse
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
+"""Largest request body."""
 _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _TARGET = re.compile(rb"/(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|%[0-9A-Fa-f]{2})*")
@@ -34,25 +37,30 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9.\-_]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
 _LENGTH = re.compile(rb"[0-9]{1,9}")
 _SLASH_IN_A_SEGMENT = re.compile(r"%2f", re.IGNORECASE)
 _FOREIGN_ROUTE = re.compile(r"/+(?:iceberg[^/]*|health|log(?:in|out)|oauth2|v2|v20180820)(?:/|$)")
+"""Paths that the simulator routes to another service than S3."""
 _DECODINGS = 4
+"""Rounds of percent-decoding applied before a path is judged."""
 
 
 class BadHttp(ValueError):
-    """The grammar does not allow a message; the text says which part, and quotes nothing of it."""
+    """A message violates the HTTP grammar. The text names the part and quotes none of it."""
 
 
 @dataclass(frozen=True)
 class RequestHead:
-    """Holds the head of a request: ``fields`` in the order of the message, names in lower case; ``length`` of the
-    body."""
+    """Head of a request."""
 
     method: str
+    """HTTP method."""
     target: bytes
+    """Path and query."""
     fields: tuple[tuple[bytes, bytes], ...]
+    """(name, value) of the header fields in order, names in lower case."""
     length: int
+    """Length of the body in bytes."""
 
     def field(self, name: bytes) -> bytes:
-        """Return the value of a field, "" where it is not there."""
+        """Return the value of a field, b"" if it is missing."""
         return next((value for known, value in self.fields if known == name), b"")
 
 
@@ -65,7 +73,8 @@ def check_field(name: bytes, value: bytes) -> None:
 
 
 def check_request_line(method: bytes, target: bytes) -> None:
-    """Raise BadHttp for a method that is not a token and a target that is not a path with a query."""
+    """Raise BadHttp for a method that is not a token, or a target that is not a path with an
+    optional query."""
     if not _TOKEN.fullmatch(method):
         raise BadHttp("the method is not a token")
     if not _TARGET.fullmatch(target):
@@ -73,15 +82,16 @@ def check_request_line(method: bytes, target: bytes) -> None:
 
 
 def parse_request_head(head: bytes) -> RequestHead:
-    """Parse the head of a request, without the empty line that ends it. Raises BadHttp for everything ambiguous: bare
-    CR or LF, folded lines, space before a colon, no or several hosts, several lengths, any transfer coding."""
+    """Parse the head of a request, without the final empty line. Raises BadHttp for everything
+    ambiguous: bare CR or LF, folded lines, space before a colon, no or several hosts, several
+    lengths, any transfer coding."""
     lines = head.split(b"\r\n")
     words = lines[0].split(b" ")
     if len(words) != 3 or words[2] != b"HTTP/1.1":
         raise BadHttp("the request line is not METHOD TARGET HTTP/1.1")
     check_request_line(words[0], words[1])
     fields = parse_fields(lines[1:])
-    hosts = _values(fields, b"host")
+    hosts = _field_values(fields, b"host")
     if len(hosts) != 1:
         raise BadHttp("a request has one Host")
     if not _HOST.fullmatch(hosts[0]):
@@ -90,7 +100,7 @@ def parse_request_head(head: bytes) -> RequestHead:
 
 
 def parse_fields(lines: Iterable[bytes]) -> tuple[tuple[bytes, bytes], ...]:
-    """Parse the header fields of lines whose line ends are removed. Raises BadHttp."""
+    """Parse header lines without their line ends. Raises BadHttp."""
     fields = []
     for line in lines:
         name, colon, value = line.partition(b":")
@@ -103,11 +113,11 @@ def parse_fields(lines: Iterable[bytes]) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def body_length(fields: tuple[tuple[bytes, bytes], ...]) -> int | None:
-    """Return what Content-Length says, None without one. Raises BadHttp for a second one and for any Transfer-Encoding:
-    the end of a body is a number that was read once."""
-    if _values(fields, b"transfer-encoding"):
+    """Return the Content-Length, None without one. Raises BadHttp for a second one and for any
+    Transfer-Encoding: the length of a body must be one unambiguous number."""
+    if _field_values(fields, b"transfer-encoding"):
         raise BadHttp("a transfer coding is not accepted")
-    lengths = _values(fields, b"content-length")
+    lengths = _field_values(fields, b"content-length")
     if len(lengths) > 1:
         raise BadHttp("a message has one Content-Length")
     if not lengths:
@@ -118,7 +128,8 @@ def body_length(fields: tuple[tuple[bytes, bytes], ...]) -> int | None:
 
 
 def is_internal_path(path: str) -> bool:
-    """Return whether a path, decoded as often as anybody might, climbs or leads to what is not part of AWS."""
+    """Return whether a path, after repeated decoding, contains ".." or leads to an endpoint that is
+    not part of AWS."""
     for _ in range(_DECODINGS):
         path = unquote(path)
     plain = path.replace("\\", "/")
@@ -126,25 +137,26 @@ def is_internal_path(path: str) -> bool:
 
 
 def is_foreign_route(path: str) -> bool:
-    """Return whether the simulator would answer a request for this path by another service than S3, whatever the
-    request is signed for: the path begins with the name of a bucket that is also an address."""
+    """Return whether the simulator would route a request for this path to another service than S3,
+    whatever service it is signed for: the path starts with a bucket name that is also a route."""
     return _FOREIGN_ROUTE.match(path) is not None
 
 
-def hides_a_slash(path: str) -> bool:
-    """Return whether a segment of an undecoded path holds a slash: after decoding it would be two segments, and the
-    request another one than its operation says (``functions/a%2Fconcurrency``)."""
+def has_encoded_slash(path: str) -> bool:
+    """Return whether a segment of an undecoded path contains an encoded slash. Decoding would split
+    the segment, and the request would become another operation (``functions/a%2Fconcurrency``)."""
     return _SLASH_IN_A_SEGMENT.search(path) is not None
 
 
-def _values(fields: tuple[tuple[bytes, bytes], ...], name: bytes) -> list[bytes]:
+def _field_values(fields: tuple[tuple[bytes, bytes], ...], name: bytes) -> list[bytes]:
     return [value for known, value in fields if known == name]
 
 
 _AUTHORITY = "localhost:4566"
 ENDPOINT = f"http://{_AUTHORITY}"
-"""The endpoint that every simulator believes to have; connections lead to the real one."""
+"""Endpoint that every simulator is configured with; connections lead to the real address."""
 _READ_TIMEOUT_S = 8.0
+"""Deadline for an answer, in seconds."""
 _MAX_RESPONSE_BYTES = 16 << 20
 _MAX_HEAD_BYTES = 256 << 10
 _RECEIVE_BYTES = 1 << 16
@@ -156,13 +168,16 @@ _DROPPED_HEADERS = (
 
 
 class AnswerTooLarge(ValueError):
-    """An answer that was announced is longer than anybody here reads."""
+    """An answer announces more bytes than the limit."""
 
 
 class PinnedConnection:
-    """Stands in for botocore's HTTP session. Requests are serialised; all clients share it.
+    """Replacement for botocore's HTTP session that sends over one connection. Requests are
+    serialised; all clients share it.
 
-    ``dial`` makes the first and every later connection; without it a broken connection stays broken."""
+    ``dial`` opens the first and every later connection; without it a broken connection stays
+    broken.
+    """
 
     def __init__(self, refuse: Refuse, dial: Callable[[], socket.socket] | None = None) -> None:
         self._refuse = refuse
@@ -182,8 +197,9 @@ class PinnedConnection:
         return self._socket is not None
 
     def send(self, request: AWSPreparedRequest) -> AWSResponse:
-        """Send a request and return the answer, read whole. Raises RefusedRequest, ConnectionClosedError,
-        ReadTimeoutError, ResponseParserError for an answer that is too large."""
+        """Send a request and return the complete answer. Raises RefusedRequest,
+        ConnectionClosedError, ReadTimeoutError, or ResponseParserError for an answer that is too
+        large."""
         data = self._encode(request)
         with self._lock:
             try:
@@ -211,7 +227,8 @@ class PinnedConnection:
             lines = [method + b" " + target + b" HTTP/1.1\r\nHost: " + _AUTHORITY.encode("ascii") + b"\r\n"]
             for name, value in request.headers.items():
                 if name.lower() not in _DROPPED_HEADERS:
-                    raw_name, raw = _as_bytes(name, "ascii"), _as_bytes(value, "utf-8")
+                    raw_name = _as_bytes(name, "ascii")
+                    raw = _as_bytes(value, "utf-8")
                     check_field(raw_name, raw)
                     lines.append(raw_name + b": " + raw + b"\r\n")
         except UnicodeEncodeError:
@@ -238,16 +255,17 @@ class PinnedConnection:
             self.attach(self._dial())
         if self._socket is None:
             raise ConnectionResetError("no connection")
-        _check_silent(self._socket)
+        _check_no_input(self._socket)
         self._socket.sendall(data)
         self.sent += 1
         return read_answer(self._socket, method)
 
     def close(self) -> None:
-        """Do nothing: clients close their session when garbage collected, but the connection is shared and stays."""
+        """Do nothing. Clients close their session when they are garbage collected, but this
+        connection is shared."""
 
     def disconnect(self) -> None:
-        """Drop the connection."""
+        """Close the connection."""
         with self._lock:
             self._drop()
 
@@ -269,15 +287,16 @@ class PinnedConnection:
             self._refuse("internal-path", "this path is not part of AWS")
         if _SIGNED_FOR_S3 in str(request.headers.get("Authorization")) and is_foreign_route(unquote(parts.path)):
             self._refuse("internal-path", "a bucket of this name would not be answered by S3 here")
-        if hides_a_slash(parts.path):
+        if has_encoded_slash(parts.path):
             self._refuse("malformed", "a name in the path of the request holds a slash")
         target = target[len(prefix) :]
         return target if target.startswith(b"/") else b"/" + target
 
 
-def _check_silent(connection: socket.socket) -> None:
-    """Check that nothing is waiting to be read before a request is sent: it would be taken for its answer. Raises
-    ConnectionResetError at the end of the stream, ValueError for bytes that nobody asked for."""
+def _check_no_input(connection: socket.socket) -> None:
+    """Check that no bytes are waiting before a request is sent, because they would be read as its
+    answer. Raises ConnectionResetError at the end of the stream, ValueError for unsolicited bytes.
+    """
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     if waiting.poll(0):
@@ -287,10 +306,10 @@ def _check_silent(connection: socket.socket) -> None:
 
 
 class _Raw(io.BytesIO):
-    """Provides what botocore expects of a response body."""
+    """Response body with the interface that botocore expects."""
 
     def stream(self, amt: int = 65536, decode_content: bool | None = None) -> Iterator[bytes]:
-        """Yield the rest of the body in pieces."""
+        """Yield the rest of the body in chunks."""
         while chunk := self.read(amt):
             yield chunk
 
@@ -311,13 +330,13 @@ def _body_bytes(body: Any) -> bytes:
 
 
 def read_answer(connection: socket.socket, method: str) -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and body of one answer, read whole, and nothing behind it. Raises ValueError for bytes
-    that are not exactly one answer, ConnectionResetError when the answer stops early."""
+    """Return (status, headers, body) of exactly one answer. Raises ValueError for bytes that are
+    not exactly one answer, ConnectionResetError when the answer ends early."""
     received = bytearray()
     while (end := received.find(b"\r\n\r\n")) < 0:
         if len(received) > _MAX_HEAD_BYTES:
             raise ValueError("the head of the answer is too long")
-        received += _received(connection)
+        received += _receive(connection)
     first, *lines = bytes(received[:end]).split(b"\r\n")
     version, status, _ = (*first.split(b" ", 2), b"", b"")[:3]
     if version != b"HTTP/1.1" or not status.isdigit() or int(status) < 200:
@@ -331,16 +350,16 @@ def read_answer(connection: socket.socket, method: str) -> tuple[int, dict[str, 
         raise AnswerTooLarge(f"the answer has {length} bytes, and {_MAX_RESPONSE_BYTES} can be read")
     start = end + 4
     while len(received) < start + length:
-        received += _received(connection)
+        received += _receive(connection)
     if len(received) > start + length:
         raise ValueError("the simulator sent more than one answer")
-    # The names keep their case, because metadata keys are part of some and their reader needs it.
+    # Header names keep their case, because some contain metadata keys, which are case-sensitive for their readers.
     names = (line.partition(b":")[0].decode("ascii") for line in lines)
     headers = {name: value.decode("utf-8", "replace") for name, (_, value) in zip(names, fields, strict=True)}
     return int(status), headers, bytes(received[start:])
 
 
-def _received(connection: socket.socket) -> bytes:
+def _receive(connection: socket.socket) -> bytes:
     data = connection.recv(_RECEIVE_BYTES)
     if not data:
         raise ConnectionResetError("the simulator closed the connection")
@@ -348,8 +367,8 @@ def _received(connection: socket.socket) -> bytes:
 
 
 class _Signature:
-    """Stands in for SigV4: the simulator reads account, region and service from the header and checks no more.
-    Presigned URLs are shown to the agent, so they are signed as always."""
+    """Replacement for SigV4 signing: the simulator only reads account, region and service from the
+    header. Presigned URLs are shown to the agent, so they are signed as usual."""
 
     def __init__(self, account: str, signing_name: str, sign: Callable[..., None]) -> None:
         self._sign = sign
@@ -365,8 +384,9 @@ class _Signature:
             request.headers["Authorization"] = self._header
 
 
-def lighten(client: Any, account: str, connection: PinnedConnection) -> Any:
-    """Make a client send over ``connection``, with a constant signature and user agent, and return it."""
+def pin_client(client: Any, account: str, connection: PinnedConnection) -> Any:
+    """Make a client send over ``connection`` with a constant signature and user agent, and return
+    it."""
     service_id = client.meta.service_model.service_id.hyphenize()
     client._endpoint.http_session = connection
     signer = client._request_signer

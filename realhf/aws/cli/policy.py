@@ -1,12 +1,13 @@
-"""Decides what an agent's command line may say, on the words as the CLI parses them, before anything runs.
+"""Command policy: decides, before anything runs, whether an agent's command line is allowed. It
+inspects the words as the CLI parses them.
 
-Every part that must know what a command asks for takes it from here, by way of ``policy.Verdict``. Words that the CLI
-would read in another way than this module are refused, so that there are no two opinions.
+All code that needs to know the meaning of a command uses ``policy.Verdict``. Words that the CLI
+would read differently are refused, so that there is only one interpretation.
 
-Rules, as they appear in observations: ``not-aws``, ``malformed``, ``newline``, ``too-long``, ``unknown-service``,
-``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``, ``internal-path``, ``stdin``, ``query``,
-``too-many``. The worker enforces the same rules a second time on what the CLI made of the words, and the last one there
-alone (``bounds``).
+Rules, as they appear in observations: ``not-aws``, ``malformed``, ``newline``, ``too-long``,
+``unknown-service``, ``operation``, ``global-option``, ``region``, ``local-file``, ``url-value``,
+``internal-path``, ``stdin``, ``query``, ``too-many``. The worker enforces the same rules again on
+the parsed request, and only there the last one (``bounds``).
 
 Source: docs/reference/environment.md 5.
 """
@@ -29,7 +30,7 @@ from realhf.base.text import quote_states
 
 
 class RefusedRequest(Exception):
-    """An agent may not do something. ``rule`` is the refusal rule shown in the observation."""
+    """A request that an agent may not make. ``rule`` is the refusal rule in the observation."""
 
     def __init__(self, rule: str, message: str) -> None:
         super().__init__(f"{rule}: {message}")
@@ -38,11 +39,11 @@ class RefusedRequest(Exception):
 
 
 Refuse = Callable[[str, str], NoReturn]
-"""Records a refusal (rule, message) and raises RefusedRequest."""
+"""Function of (rule, message) that records a refusal and raises RefusedRequest."""
 
 
 def refuse(rule: str, message: str) -> NoReturn:
-    """Raise RefusedRequest; a ``Refuse`` that records nothing."""
+    """Raise RefusedRequest without recording it."""
     raise RefusedRequest(rule, message)
 
 
@@ -51,9 +52,9 @@ FORBIDDEN_OPTIONS = (
     "cli-input-json", "cli-input-yaml", "cli-auto-prompt", "no-cli-auto-prompt", "cli-read-timeout",
     "cli-connect-timeout", "cli-binary-format", "no-cli-pager", "generate-cli-skeleton", "v2-debug",
 )  # fmt: skip
-"""Options that are refused in every spelling that the CLI would take for them."""
+"""Options that are refused in every abbreviation that the CLI accepts."""
 _WITHOUT_EFFECT = frozenset({"--no-cli-pager", "--no-cli-auto-prompt"})
-"""Flags of the CLI's second version that ask for what is the case here anyway."""
+"""Flags of AWS CLI version 2 whose effect is the default here."""
 DOCUMENTS = ("--cli-input-json", "--cli-input-yaml")
 _BLOB_FORMAT = "--cli-binary-format"
 RAW = "raw-in-base64-out"
@@ -70,26 +71,27 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class OwnOptions:
-    """Holds options that the CLI here does not know, or not safely, and that the worker carries out itself."""
+    """Options that this version of the CLI does not know, or not safely, and that the worker
+    implements itself."""
 
     document_option: str = ""
-    """``--cli-input-json`` or ``--cli-input-yaml``, "" where neither is given."""
+    """``--cli-input-json`` or ``--cli-input-yaml``; "" if neither is given."""
     document: str = ""
-    """Its value: the document itself, or ``file://`` and a name of the working folder."""
+    """Its value: the document itself, or ``file://`` and a file name in the working folder."""
     blobs: str = ""
-    """What ``--cli-binary-format`` says texts for bytes are, "" where it is not given."""
+    """Value of ``--cli-binary-format``; "" if it is not given."""
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The options as words, as ``read_own_options`` reads them."""
+        """The options as command-line words, as ``read_own_options`` parses them."""
         document = (self.document_option, self.document) if self.document_option else ()
         return (*document, *((_BLOB_FORMAT, self.blobs) if self.blobs else ()))
 
 
 def read_own_options(words: Sequence[str]) -> tuple[list[str], OwnOptions]:
-    """Take out of the words what the CLI does not get to see: ``OwnOptions``, wherever they stand, spelt in full, and
-    flags of its second version that change nothing here. Raises RefusedRequest for one that is given twice, without a
-    value, or with another binary format than the two there are."""
+    """Split words into those for the CLI and ``OwnOptions``. The latter may be anywhere, but not
+    abbreviated; flags of version 2 without effect are dropped. Raises RefusedRequest for an option
+    that is given twice, has no value, or names an unknown binary format."""
     kept: list[str] = []
     found: dict[str, str] = {}
     pending = iter(words)
@@ -110,8 +112,9 @@ def read_own_options(words: Sequence[str]) -> tuple[list[str], OwnOptions]:
 
 
 def read_words(words: Sequence[str]) -> tuple[list[str], Sequence[str]]:
-    """Find service and operation, the first words that are neither global options nor their values; returns them, as
-    far as they are there, and everything after them. Raises RefusedRequest for any other option before them."""
+    """Return ([service, operation], remaining words). Service and operation are the first words
+    that are neither global options nor their values; the list is shorter if they are missing.
+    Raises RefusedRequest for any other option before them."""
     names: list[str] = []
     position = 0
     while position < len(words) and len(names) < 2:
@@ -132,13 +135,14 @@ def read_words(words: Sequence[str]) -> tuple[list[str], Sequence[str]]:
 
 
 def split_option(word: str) -> tuple[str, str | None]:
-    """Split ``--name=value`` into a pair; the value is None where there is none."""
+    """Split ``--name=value`` into (name, value); the value is None without "="."""
     name, equals, value = word.partition("=")
     return name, value if equals else None
 
 
 def with_option(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield every word that is not an option, with the option it directly follows (a value) or ``""``."""
+    """Yield (option, word) for every word that is not an option: the option it directly follows, or
+    ""."""
     option = ""
     for word in words:
         if word.startswith("--"):
@@ -154,7 +158,7 @@ def with_option(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 REGION = "us-east-1"
 MAX_COMMAND_BYTES = 8192
-"""Largest command line, unless the server's configuration says otherwise."""
+"""Longest command line, unless the server's configuration sets another limit."""
 MAX_QUERY_CHARS = 1000
 MAX_QUERY_DEPTH = 20
 _OUTPUTS = ("json", "text", "table")
@@ -166,7 +170,8 @@ _LOCAL_PREFIX = re.compile(r"fileb?://", re.IGNORECASE)
 _PLAIN_FILE = re.compile(r"fileb?://(.+)", re.DOTALL)
 _URL = re.compile(r"\s*https?://", re.IGNORECASE)
 _FETCHED_OPTIONS = ("--template-url", "--stack-policy-url", "--stack-policy-during-update-url")
-"""Options whose values name a document to be fetched; every other URL is a text like any other and never followed."""
+"""Options whose values name a document to fetch. Other URLs are plain text and are never followed.
+"""
 _BUCKET_OPTIONS = ("--bucket", "--copy-source")
 _KEY_OPTION = "--key"
 _PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
@@ -174,41 +179,47 @@ _PLAIN_NAMES_ONLY = "only plain names inside the working folder can be used"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the decision on a command line: ``argv`` (without ``aws`` and the ``own`` options) when allowed, with
-    ``service`` and ``operation`` as the CLI names them (for a waiter, which ``waits``, the operation it sends);
-    ``answer`` when the text is known without running anything; otherwise ``rule`` and a text for the observation."""
+    """Decision on a command line."""
 
     argv: tuple[str, ...] = ()
+    """Words of an allowed command, without ``aws`` and the ``own`` options."""
     own: OwnOptions = OwnOptions()
+    """Options that the worker implements itself."""
     service: str = ""
+    """Service in the CLI's spelling."""
     operation: str = ""
+    """Operation in the CLI's spelling; for a waiter, the operation that it sends."""
     waits: bool = False
+    """Whether the command is a waiter."""
     answer: str | None = None
+    """Output of a command that needs no execution, such as help; otherwise None."""
     rule: str | None = None
+    """Refusal rule; None for an allowed command."""
     message: str = ""
+    """Error text of a refusal."""
 
 
 def refusal_text(rule: str, message: str) -> str:
-    """Return the observation's error text of a refusal."""
+    """Return the error text of a refusal in the observation."""
     return f"refused ({rule}): {message}"
 
 
 def check_command(command: str, max_bytes: int = MAX_COMMAND_BYTES) -> Verdict:
     """Decide on a command line as an agent wrote it. Never raises."""
     try:
-        return _checked(_words(command, max_bytes))
+        return _decide(_split_words(command, max_bytes))
     except RefusedRequest as refused:
         return Verdict(rule=refused.rule, message=refusal_text(refused.rule, refused.message))
 
 
 @functools.lru_cache(maxsize=1024)
 def operation_allowed(service: str, operation: str) -> bool:
-    """Return whether a task may have this request sent on its behalf, by botocore's names: the table that binds agents
-    binds tasks too."""
+    """Return whether a task may send this request (botocore's names) in its set-up: tasks are bound
+    by the same table as agents."""
     return xform_name(operation, "-") in ALLOWED.get("s3api" if service == "s3" else service, ())
 
 
-def _words(command: str, max_bytes: int) -> list[str]:
+def _split_words(command: str, max_bytes: int) -> list[str]:
     """Return the words after ``aws``. Raises RefusedRequest."""
     try:
         n_bytes = len(command.encode())
@@ -235,7 +246,7 @@ def _has_bare_newline(command: str) -> bool:
     return lines and any(char in "\r\n" and not quote for char, quote, _ in quote_states(command))
 
 
-def _checked(words: Sequence[str]) -> Verdict:
+def _decide(words: Sequence[str]) -> Verdict:
     """Decide on the words after ``aws``. Raises RefusedRequest."""
     words, own = read_own_options(words)
     _check_global_options(words)
@@ -295,7 +306,8 @@ def _query_too_complex(query: str) -> bool:
 
 
 def _check_values(service: str, words: Sequence[str]) -> None:
-    """Refuse local files, documents to be fetched and internal paths in any value, whatever its form."""
+    """Refuse local files, documents to fetch and internal paths in any value, however it is
+    written."""
     option = ""
     for word in words:
         value = word
@@ -313,15 +325,16 @@ def _check_values(service: str, words: Sequence[str]) -> None:
 
 
 def _may_be(option: str, *names: str) -> bool:
-    """Return whether the CLI could take ``option``, which may be cut short, for one of the names."""
+    """Return whether the CLI could read ``option``, possibly an abbreviation, as one of the names."""
     return len(option) > 2 and any(name.startswith(option) for name in names)
 
 
 def _is_internal(option: str, value: str) -> bool:
-    """Return whether a value is an internal path. A key may be called anything that does not climb; a bucket begins the
-    path of a request."""
+    """Return whether a value is an internal path of the simulator. A key may have any name without
+    "../"; a bucket is the first part of a request path."""
     address = value.startswith("s3://")
-    bucket, key = address or _may_be(option, *_BUCKET_OPTIONS), _may_be(option, _KEY_OPTION)
+    bucket = address or _may_be(option, *_BUCKET_OPTIONS)
+    key = _may_be(option, _KEY_OPTION)
     if not bucket and not key:
         return False
     path = value.removeprefix("s3://")

@@ -1,6 +1,8 @@
-"""Gives the environment its own view of a simulator: warm botocore clients for set-up, grading and inventory.
+"""API client of the environment for a simulator: warm botocore clients for set-up, grading and
+inventory.
 
-botocore's own decoder ends a call with RecursionError over a document that is nested deeply.
+botocore's own document decoders raise RecursionError for deeply nested documents; here they are
+replaced.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from botocore.handlers import json_decode_policies, json_decode_template_body
 from botocore.model import OperationNotFoundError
 from botocore.parsers import ResponseParserError
 
-from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, lighten
+from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, pin_client
 from realhf.aws.cli.policy import REGION, RefusedRequest, refuse
 
 _POLICY = "policyDocumentType"
+"""Name of the shape of IAM policy documents in botocore's model."""
 
 
 def guard_decoders(client: Any, service: str) -> None:
-    """Replace botocore's decoders of documents on this client by ones that leave what they cannot read as text."""
+    """Replace botocore's document decoders on this client with ones that keep undecodable documents
+    as text."""
     if service == "iam":
         client.meta.events.unregister("after-call.iam", json_decode_policies)
         client.meta.events.register("after-call.iam", _decode_policies)
@@ -37,9 +41,9 @@ def guard_decoders(client: Any, service: str) -> None:
         client.meta.events.register("after-call.cloudformation.GetTemplate", _decode_template)
 
 
-def decoded(document: Any) -> Any:
-    """Return what the quoted JSON text holds; the text itself where it is no JSON, or is nested too deeply to be
-    read."""
+def decode_document(document: Any) -> Any:
+    """Return the value of quoted JSON text, or the text itself if it is not JSON or is nested too
+    deeply."""
     try:
         return json.loads(unquote(document))
     except (ValueError, TypeError, RecursionError):
@@ -57,7 +61,7 @@ def _decode(parsed: Any, shape: Any) -> None:
             if name not in parsed:
                 continue
             if member.type_name == "string" and member.name == _POLICY:
-                parsed[name] = decoded(parsed[name])
+                parsed[name] = decode_document(parsed[name])
             else:
                 _decode(parsed[name], member)
     elif shape.type_name == "list":
@@ -71,7 +75,7 @@ def _decode_template(parsed: dict[str, Any], **arguments: Any) -> None:
 
 
 class StateCallError(Exception):
-    """A call was answered with an error. ``code`` is AWS's error code (``NoSuchBucket``)."""
+    """A call was answered with an error. ``code`` is the AWS error code (``NoSuchBucket``)."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(f"{code}: {message}")
@@ -80,15 +84,16 @@ class StateCallError(Exception):
 
 
 class UnreadableAnswer(StateCallError):
-    """A call was answered with what cannot be decoded. The simulator works; something in it was written so that nobody
-    can read it, which an agent can do on purpose: a check that meets it has failed."""
+    """An answer cannot be decode_document. The simulator works; its content may have been made undecodable
+    by the agent on purpose, so a check that meets this error has failed."""
 
     def __init__(self, message: str) -> None:
         super().__init__("UnreadableAnswer", message)
 
 
 class ClientFactory:
-    """Builds the client of each service once per process, 10 to 200 ms, and copies it for every slot; thread-safe."""
+    """Builds the client of each service once per process, which takes 10 to 200 ms, and copies it
+    for every slot. Thread-safe."""
 
     def __init__(self) -> None:
         self._session = botocore.session.Session()
@@ -117,12 +122,12 @@ class ClientFactory:
             config=Config(retries={"total_max_attempts": 1}, s3={"addressing_style": "path"}),
         )
         guard_decoders(client, service)
-        return lighten(client, account, connection)
+        return pin_client(client, account, connection)
 
 
 class StateClient:
-    """Calls one slot's simulator over connections that ``dial`` makes; ``endpoint`` is its name in messages.
-    Thread-safe."""
+    """API client of one slot's simulator. ``dial`` opens connections; ``endpoint`` is the address
+    in error messages. Thread-safe."""
 
     def __init__(self, endpoint: str, account: str, dial: Callable[[], socket.socket], factory: ClientFactory) -> None:
         self.endpoint = endpoint
@@ -132,10 +137,12 @@ class StateClient:
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the answer of ``operation`` (``ListBuckets``) of ``service`` (botocore's name) without its metadata.
+        """Return the answer of ``operation`` (``ListBuckets``) of ``service`` (botocore's name)
+        without its metadata.
 
-        Raises StateCallError for an error answer, an unknown operation or bad parameters (code ``ParamValidation``),
-        UnreadableAnswer, ConnectionError when the simulator does not answer.
+        Raises StateCallError for an error answer, an unknown operation or invalid parameters (code
+        ``ParamValidation``), UnreadableAnswer, or ConnectionError when the simulator does not
+        answer.
         """
         client = self._clients.get(service)
         try:
@@ -149,7 +156,8 @@ class StateClient:
             raise ConnectionError(f"simulator at {self.endpoint}: {error}") from error
         except ResponseParserError as error:
             raise UnreadableAnswer(str(error)) from None
-        except (BotoCoreError, RefusedRequest, TypeError, AttributeError) as error:  # its handlers come before checks
+        except (BotoCoreError, RefusedRequest, TypeError, AttributeError) as error:
+            # TypeError and AttributeError: botocore's event handlers run before its parameter validation.
             raise StateCallError("ParamValidation", str(error)) from None
         except OperationNotFoundError:
             raise StateCallError("ParamValidation", f"{service} has no operation {operation}") from None
@@ -159,5 +167,5 @@ class StateClient:
         return answer
 
     def close(self) -> None:
-        """Drop the connection; the next call makes a new one."""
+        """Close the connection; the next call opens a new one."""
         self._connection.disconnect()

@@ -1,4 +1,4 @@
-"""Keeps the virtual folder of a session: the only files a command may name, by plain relative names."""
+"""Virtual folder of a session: the only files that a command may name, by plain relative names."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 MAX_FILES = 64
 MAX_FOLDERS = 64
 MAX_DEPTH = 10
-"""Most folders inside one another: a path below is never too long for the system."""
+"""Most nested folders; paths below stay shorter than the system's limit."""
 MAX_FILE_BYTES = 1 << 20
 MAX_TOTAL_BYTES = 8 << 20
 _PLAIN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether a name cannot leave the folder: it has no separator, no leading dot or dash."""
+    """Return whether a name cannot leave the folder: no separator, no leading dot or dash, no ".."."""
     return _PLAIN_NAME.match(name) is not None and ".." not in name
 
 
 def is_folder_name(name: str) -> bool:
-    """Return whether a text is a plain name, perhaps written as ``./name``."""
+    """Return whether a text is a plain name, optionally written as ``./name``."""
     return is_plain_name(name.removeprefix("./"))
 
 
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 def empty_folder(path: Path) -> None:
-    """Remove everything inside a folder, however deep it is: what lies two levels down is moved up first, so there is
-    neither recursion nor a path that is too long. Raises OSError."""
+    """Remove everything inside a folder of any depth. Entries two levels down are moved up first,
+    which avoids recursion and paths that are too long. Raises OSError."""
     top = os.open(path, _FOLDER_FLAGS)
     moved = uuid.uuid4().hex
     try:
@@ -54,7 +54,8 @@ def empty_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder and everything inside, however deep; what cannot be removed stays and is reported."""
+    """Remove a folder and its contents of any depth. On failure the folder is left and a warning is
+    logged."""
     try:
         empty_folder(path)
         path.rmdir()
@@ -65,7 +66,7 @@ def remove_folder(path: Path) -> None:
 
 
 def _unlink_files(folder: int) -> list[str]:
-    """Remove what is no folder from an open folder, and return the names of the folders."""
+    """Remove everything but folders from an open folder, and return the names of the folders."""
     with os.scandir(folder) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in found:
@@ -75,7 +76,8 @@ def _unlink_files(folder: int) -> list[str]:
 
 
 class VirtualFolder:
-    """Wraps a real directory, private to one slot. Limits: 64 files, 1 MiB each, 8 MiB in all, 64 folders, ten deep."""
+    """A directory that is private to one slot. Limits: 64 files, 1 MiB each, 8 MiB in all, 64
+    folders, ten levels."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +85,7 @@ class VirtualFolder:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, name: str, content: bytes) -> None:
-        """Give the session a file (task assets). Raises ValueError for a bad name or size."""
+        """Write a file (task assets). Raises ValueError for an invalid name or size."""
         if not is_plain_name(name):
             raise ValueError(f"asset name {name!r} is not a plain file name")
         if len(content) > MAX_FILE_BYTES:
@@ -91,12 +93,12 @@ class VirtualFolder:
         (self.path / name).write_bytes(content)
 
     def names(self) -> list[str]:
-        """Return the names of the files, sorted."""
+        """Return the file names, sorted."""
         return sorted(os.listdir(self.path))
 
     def clear(self) -> bool:
-        """Remove everything inside. Returns False when that cannot be done: then another folder has taken its place,
-        and who works in the old one has to be replaced."""
+        """Remove everything inside and return True. If that fails, switch to a new folder and
+        return False; processes that use the old one must be replaced."""
         try:
             empty_folder(self.path)
         except OSError as error:
@@ -107,8 +109,9 @@ class VirtualFolder:
         return True
 
     def enforce_limits(self) -> int:
-        """Remove the newest files until the limits hold. Returns how many folders there may be in addition."""
-        found = list(_below(self.path))
+        """Remove the newest files until the limits hold, and return the number of folders that may
+        still be created."""
+        found = list(_walk(self.path))
         files = [(entry.stat(follow_symlinks=False), entry.path) for entry in found if not _is_folder(entry)]
         files.sort(key=lambda file: file[0].st_mtime_ns)
         total = 0
@@ -123,8 +126,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return entry.is_dir(follow_symlinks=False)
 
 
-def _below(folder: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield all that lies below a folder, also in folders that a recursive download made."""
+def _walk(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield all entries below a folder, including those in folders made by a recursive download."""
     pending = [os.fspath(folder)]
     while pending:
         with os.scandir(pending.pop()) as entries:

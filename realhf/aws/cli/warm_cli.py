@@ -1,11 +1,12 @@
-"""Drives the AWS CLI in-process, warm, and bounds what its requests may ask for.
+"""In-process AWS CLI driver that stays warm between commands and bounds what requests may ask for.
 
-Here stands every count that a simulator would turn into objects, by the name of its member in botocore's models, and
-what a document of YAML may unfold to. The memory and the time of a simulator are bounded beside that, by limits of its
-process: a template may hold counts that nobody sees here.
+It limits every count that a simulator would turn into objects, by member name in botocore's models,
+and the expansion of YAML documents. Limits of the simulator process bound its memory and time as
+well, because a template may contain counts that are not visible here.
 
-The public program rebuilds all of these for every command. What a command registers on shared objects (event handlers)
-is undone after it, so the driver neither slows down nor remembers.
+The public program rebuilds parsers and clients for every command. Event handlers that a command
+registers on shared objects are removed after it, so the driver neither slows down nor carries state
+over.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from botocore.hooks import HierarchicalEmitter
 from botocore.model import OperationModel
 from botocore.waiter import SingleWaiterConfig
 
-from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, is_internal_path, lighten
+from realhf.aws.cli.pinned_http import ENDPOINT, PinnedConnection, is_internal_path, pin_client
 from realhf.aws.cli.policy import (
     BASE64,
     DOCUMENTS,
@@ -50,25 +51,28 @@ from realhf.aws.cli.policy import (
 from realhf.aws.cli.virtual_folder import is_folder_name
 
 MAX_COUNT = 100
+"""Largest count in a request, unless botocore's model has its own maximum."""
 MAX_ALIASES = 16
-"""Most aliases in a document of YAML. Each may double what the ones before it unfold to, and more."""
-_COUNTED = re.compile(
+"""Most aliases in a YAML document. Each alias may more than double the expansion of the previous
+ones."""
+_COUNT_MEMBER = re.compile(
     r"(?<!sample)count$|capacity$|capacitybuffer$|instances$|workers$|nodes$|shards$|replicas|partitions$|buckets$|pools$"
     r"|^m(in|ax)size$|^num(ber)?of|^num(cache|node)|concurrency$|concurrentruns$",
     re.IGNORECASE,
 )
+"""Names of members that are counts of objects."""
 _ALIAS, _ANCHOR = (re.compile(rf"(?:^|[\s\[{{,:?-]){sign}[^\s\]}},*&]") for sign in (r"\*", "&"))
 _NUMBERS = frozenset({"integer", "long", "float", "double"})
 
 
-def too_much(model: OperationModel, params: Any) -> str:
-    """Say what a request asks too much of; "" where it does not."""
+def find_excess(model: OperationModel, params: Any) -> str:
+    """Return which limit a request exceeds; "" if none."""
     stored = model.service_model.service_name == "s3"
     for name, shape, value in _leaves(model.input_shape, params):
         if isinstance(value, (str, bytes)):
             if not stored and has_many_aliases(value):
                 return f"a document may have {MAX_ALIASES} aliases (*name)"
-        elif shape is not None and shape.type_name in _NUMBERS and _COUNTED.search(name):
+        elif shape is not None and shape.type_name in _NUMBERS and _COUNT_MEMBER.search(name):
             most = shape.metadata.get("max") or MAX_COUNT
             if isinstance(value, (int, float)) and value > most:
                 return f"{name} may be {most} at most here"
@@ -82,11 +86,11 @@ def has_many_aliases(document: str | bytes) -> bool:
     text = document.decode("utf-8", "replace") if isinstance(document, bytes) else document
     if text.count("*") <= MAX_ALIASES or "&" not in text:
         return False
-    found = 0
+    n_aliases = 0
     try:
         for token in yaml.scan(text, yaml.CSafeLoader):
-            found += isinstance(token, yaml.AliasToken)
-            if found > MAX_ALIASES:
+            n_aliases += isinstance(token, yaml.AliasToken)
+            if n_aliases > MAX_ALIASES:
                 return True
     except (yaml.YAMLError, ValueError):  # another reader may be less strict
         return len(_ALIAS.findall(text)) > MAX_ALIASES and _ANCHOR.search(text) is not None
@@ -94,8 +98,8 @@ def has_many_aliases(document: str | bytes) -> bool:
 
 
 def _leaves(shape: Any, params: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield every value that holds no others, with its shape and the name of the member that it belongs to. Agents
-    write deep documents, so this does not recurse."""
+    """Yield (member name, shape, value) of every scalar in ``params``. Iterative, because agents
+    write deeply nested documents."""
     pending = [("", shape, params)]
     while pending:
         name, shape, value = pending.pop()
@@ -119,8 +123,8 @@ _MANY_BASE64_CHARS = 40
 
 
 def looks_like_base64(text: str) -> bool:
-    """Return whether a text was probably meant as base64: it is padded, holds a text of its own, or is long and as
-    mixed as bytes are."""
+    """Return whether a text was probably meant as base64: it is padded, decodes to text, or is long
+    and mixes upper case, lower case and digits."""
     if len(text) < _FEWEST_BASE64_CHARS or len(text) % 4 or not _BASE64.fullmatch(text):
         return False
     try:
@@ -136,7 +140,7 @@ def _is_text(text: str) -> bool:
 
 
 def _text_blobs(shape: Any, params: Any) -> Iterator[tuple[Any, Any, str]]:
-    """Yield (what holds it, its key or place there, the name of the member) of every text where the model has bytes."""
+    """Yield (container, key or index, member name) of every text where the model expects bytes."""
     pending = [("", shape, params)]
     while pending:
         name, shape, value = pending.pop()
@@ -156,7 +160,7 @@ def _text_blobs(shape: Any, params: Any) -> Iterator[tuple[Any, Any, str]]:
 
 
 class _TextLoader(yaml.CSafeLoader):
-    """Reads YAML and leaves times as texts, which the models read themselves."""
+    """YAML loader that keeps timestamps as text; botocore parses them itself."""
 
 
 _TextLoader.yaml_implicit_resolvers = {
@@ -166,7 +170,7 @@ _TextLoader.yaml_implicit_resolvers = {
 
 
 def _is_deep(text: str) -> bool:
-    """Return whether YAML may nest too deeply to be read in time: its reader looks at all levels for every token."""
+    """Return whether YAML may be nested too deeply: its parser scans all levels for every token."""
     depth = deepest = 0
     for bracket in _BRACKETS.findall(text):
         depth += 1 if bracket in "[{" else -1
@@ -175,8 +179,8 @@ def _is_deep(text: str) -> bool:
 
 
 def read_document(own: OwnOptions) -> Mapping[str, Any]:
-    """Return the parameters in the document of a command, {} where it has none. Raises RefusedRequest for what is no
-    object, and for a file outside the working folder."""
+    """Return the parameters in the document of a command, {} without one. Raises RefusedRequest if
+    the document is not an object, or is a file outside the working folder."""
     if not own.document_option:
         return {}
     text = own.document
@@ -195,50 +199,55 @@ def read_document(own: OwnOptions) -> Mapping[str, Any]:
     if not in_json and _is_deep(text):
         refuse("malformed", f"a document may have {_MAX_DEPTH} levels")
     try:
-        found = json.loads(text) if in_json else yaml.load(text, _TextLoader)
+        document = json.loads(text) if in_json else yaml.load(text, _TextLoader)
     except (ValueError, yaml.YAMLError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        document = None
+    if not isinstance(document, dict) or not all(isinstance(name, str) for name in document):
         form = "JSON" if in_json else "YAML"
         refuse("malformed", f"{own.document_option} is an object in {form}, inline or in file://NAME")
-    return found
+    return document
 
 
 _MAX_PARAM_CHARS = 65536
 _WAIT_DELAY_S = 0.25
+"""Longest delay between two requests of a waiter, in seconds."""
 _WAIT_ATTEMPTS = 8
-"""Limits a waiter to two seconds: after the first answer a simulator has gone as far as it ever gets."""
+"""Most requests of a waiter. With the delay this bounds a waiter to two seconds; a simulator's
+state does not progress after its first answer."""
 _CLIENT_EVENTS = (
     "after-call", "before-call", "before-parameter-build", "provide-client-params", "request-created", "before-send",
     "response-received", "needs-retry", "choose-signer", "before-sign",
 )  # fmt: skip
+"""Events whose handlers a client copies from its session."""
 
 
 class UndoLog:
-    """Remembers handlers registered while a command runs, on whatever emitter, to take them back."""
+    """Record of the event handlers registered while a command runs, on any emitter, so that they
+    can be removed."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[HierarchicalEmitter, str, Any, Any]] = []
         self._recording = False
         original = HierarchicalEmitter._register_section
 
-        def recorded(
+        def register_section(
             emitter: HierarchicalEmitter, event_name: str, handler: Any, unique_id: Any, uses_count: Any, section: Any
         ) -> None:
             if self._recording:
                 self._entries.append((emitter, event_name, handler, unique_id))
             original(emitter, event_name, handler, unique_id, uses_count, section)
 
-        HierarchicalEmitter._register_section = recorded  # type: ignore[method-assign]
-        # Signature inspection of every handler, for authors of plugins; there are none here.
+        HierarchicalEmitter._register_section = register_section  # type: ignore[method-assign]
+        # botocore inspects the signature of every handler to help plugin authors; there are no plugins here.
         HierarchicalEmitter._verify_accept_kwargs = lambda emitter, func: None  # type: ignore[method-assign]
 
     def begin(self) -> None:
-        """Start to remember handlers."""
+        """Start recording handlers."""
         self._recording = True
 
     def client_handlers(self, session_emitter: HierarchicalEmitter) -> list[tuple[str, Any]]:
-        """Return the handlers that this command put on the session and that a client made now would have inherited."""
+        """Return the handlers that this command registered on the session and that a client created
+        now would inherit."""
         return [
             (name, handler)
             for emitter, name, handler, _ in self._entries
@@ -246,17 +255,21 @@ class UndoLog:
         ]
 
     def take(self, action: Callable[[], Any]) -> tuple[Any, list[tuple[str, Any]]]:
-        """Run ``action``; return its result and the handlers it registered, which are taken back at once."""
-        outer, was_recording = self._entries, self._recording
-        self._entries, self._recording = [], True
+        """Run ``action`` and return its result and the handlers it registered, which are removed at
+        once."""
+        outer = self._entries
+        was_recording = self._recording
+        self._entries = []
+        self._recording = True
         result = action()
         taken = [(event_name, handler) for _, event_name, handler, _ in self._entries]
         self.undo()
-        self._entries, self._recording = outer, was_recording
+        self._entries = outer
+        self._recording = was_recording
         return result, taken
 
     def undo(self) -> None:
-        """Stop remembering, and take back every handler since ``begin``."""
+        """Stop recording and remove every handler since ``begin``."""
         self._recording = False
         for emitter, event_name, handler, unique_id in reversed(self._entries):
             emitter.unregister(event_name, handler, unique_id)
@@ -264,19 +277,20 @@ class UndoLog:
 
 
 class RequestLog:
-    """Records what botocore really sent during a command: one entry per answered or failed request."""
+    """Record of the requests that botocore sent during a command: one entry per answered or failed
+    request."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
 
     def attach(self, session: Any) -> None:
         """Listen to the requests of a botocore session."""
-        session.register("provide-client-params", self._params)
-        session.register("before-call", self._rehearse)
-        session.register("after-call", self._answered)
-        session.register("after-call-error", self._failed)
+        session.register("provide-client-params", self._on_params)
+        session.register("before-call", self._answer_dry_run)
+        session.register("after-call", self._on_answer)
+        session.register("after-call-error", self._on_failure)
 
-    def _params(self, params: Mapping[str, Any], model: Any, context: dict[str, Any], **_: Any) -> None:
+    def _on_params(self, params: Mapping[str, Any], model: Any, context: dict[str, Any], **_: Any) -> None:
         context["realhf_sent"] = {
             "service": model.service_model.service_name,
             "operation": model.name,
@@ -284,29 +298,30 @@ class RequestLog:
         }
 
     @staticmethod
-    def _rehearse(context: dict[str, Any], **_: Any) -> tuple[Any, dict[str, Any]] | None:
-        """Answer a dry run as AWS does; the simulator would carry it out."""
+    def _answer_dry_run(context: dict[str, Any], **_: Any) -> tuple[Any, dict[str, Any]] | None:
+        """Answer a dry run as AWS does; the simulator would execute it."""
         if not context["realhf_sent"]["params"].get("DryRun"):
             return None
         error = {"Code": "DryRunOperation", "Message": "Request would have succeeded, but DryRun flag is set."}
         return SimpleNamespace(status_code=412), {"Error": error, "ResponseMetadata": {"HTTPStatusCode": 412}}
 
-    def _answered(self, http_response: Any, parsed: Any, context: dict[str, Any], **_: Any) -> None:
+    def _on_answer(self, http_response: Any, parsed: Any, context: dict[str, Any], **_: Any) -> None:
         error = parsed.get("Error", {}) if isinstance(parsed, dict) else {}
         self._add(context, http_response.status_code, str(error.get("Code", "")))
 
-    def _failed(self, exception: BaseException, context: dict[str, Any], **_: Any) -> None:
+    def _on_failure(self, exception: BaseException, context: dict[str, Any], **_: Any) -> None:
         if not isinstance(exception, RefusedRequest):
             self._add(context, 0, type(exception).__name__)
 
     def _add(self, context: dict[str, Any], status: int, error_code: str) -> None:
         if context["realhf_sent"]["params"].get("DryRun"):
-            return  # a rehearsal is no evidence
+            return  # a dry run changes nothing and must not be graded
         self.entries.append({**context["realhf_sent"], "status": status, "error_code": error_code})
 
 
 def json_able(value: Any) -> Any:
-    """Return ``value`` as JSON can carry it; streams become a marker, long text is cut."""
+    """Return ``value`` in a form that JSON can represent. Streams become a marker, long text is
+    cut."""
     if isinstance(value, Mapping):
         return {str(key): json_able(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -323,7 +338,8 @@ def json_able(value: Any) -> Any:
 
 
 class _WarmDriver(clidriver.CLIDriver):
-    """Is the CLI's driver without what depends on a user's machine: aliases, log handlers, rebuilt parsers."""
+    """CLI driver without the parts that depend on a user's machine (aliases, log handlers) and with
+    cached parsers."""
 
     def __init__(self, session: Any, refuse: Refuse) -> None:
         super().__init__(session)
@@ -343,13 +359,13 @@ class _WarmDriver(clidriver.CLIDriver):
             self._refuse("global-option", "this option is not available here")
         if args.region not in (None, REGION):
             self._refuse("region", f"only {REGION} is available here")
-        # The program's other handlers of this moment set what is fixed here: signing, timeouts, certificates.
+        # The program's other handlers of this event set options that are fixed here: signing, timeouts, certificates.
         globalargs.resolve_types(args)
         args.verify_ssl = None
 
     def announce_session(self) -> None:
-        """Announce the session once, as the program does for every command: handlers of values and formats register
-        then."""
+        """Emit the session event once, which the program emits for every command; handlers of
+        values and formats register on it."""
         parsed, _ = self._create_parser(self._get_command_table()).parse_known_args(["sts"])
         super()._emit_session_event(parsed)
 
@@ -358,7 +374,7 @@ class _WarmDriver(clidriver.CLIDriver):
 
 
 class WarmCli:
-    """Executes one command as the ``aws`` program would, with ``run(argv)``; not thread-safe."""
+    """Executes one command like the ``aws`` program, with ``run(argv)``. Not thread-safe."""
 
     def __init__(self, account: str, on_refusal: Callable[[RefusedRequest], None]) -> None:
         self.account = account
@@ -367,7 +383,7 @@ class WarmCli:
         self._clients: dict[tuple[Any, ...], Any] = {}
         self._document: Mapping[str, Any] = {}
         self._blobs = ""
-        self._loosened: list[Any] = []
+        self._relaxed: list[Any] = []
         self._undo = UndoLog()
         self._log = RequestLog()
         _restrict_param_files(self._refuse)
@@ -376,12 +392,12 @@ class WarmCli:
         original = clidriver.create_clidriver()
         self._session = original.session
         self._create_client = self._session.create_client
-        self._session.create_client = self._cached_client  # pyright: ignore[reportAttributeAccessIssue]
-        self._session.register("provide-client-params", self._read_blobs)  # first: the log has what is sent
+        self._session.create_client = self._get_client  # pyright: ignore[reportAttributeAccessIssue]
+        self._session.register("provide-client-params", self._decode_blobs)  # first: the log has what is sent
         self._log.attach(self._session)
-        self._session.register("provide-client-params", self._bound)
-        self._session.register("before-building-argument-table-parser", self._require_nothing)
-        self._session.register("calling-command", self._fill_in)
+        self._session.register("provide-client-params", self._check_bounds)
+        self._session.register("before-building-argument-table-parser", self._relax_required)
+        self._session.register("calling-command", self._fill_from_document)
         self._driver = _WarmDriver(self._session, self._refuse)
         self._session.unregister("building-argument-table", add_cli_input_json)
         self._session.unregister("building-argument-table", add_generate_skeleton)
@@ -400,10 +416,10 @@ class WarmCli:
             for name in names:
                 operation = subcommands[name]
                 self._undo.take(partial(operation._create_operation_parser, operation.arg_table))
-            self._cached_client(command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None)
+            self._get_client(command._service_name, region_name=REGION, endpoint_url=ENDPOINT, verify=None)
 
     def run(self, argv: list[str], stdout: io.TextIOBase, stderr: io.TextIOBase) -> tuple[int, list[dict[str, Any]]]:
-        """Run a command and return its exit code and the requests sent. Output goes to the two sinks."""
+        """Run a command and return (exit code, requests sent). Output goes to the two streams."""
         self._log.entries = []
         saved = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = stdout, stderr  # type: ignore[assignment]
@@ -421,27 +437,28 @@ class WarmCli:
         finally:
             sys.stdout, sys.stderr = saved
             self._undo.undo()
-            for argument in self._loosened:
+            for argument in self._relaxed:
                 argument.required = True
-            self._loosened = []
+            self._relaxed = []
             self._document = {}
         return code or 0, self._log.entries
 
-    def _require_nothing(self, argument_table: Mapping[str, Any], **_: Any) -> None:
-        """Let a document hold what the command line would have to."""
+    def _relax_required(self, argument_table: Mapping[str, Any], **_: Any) -> None:
+        """Make all options optional if a document provides parameters."""
         if self._document:
-            self._loosened = [argument for argument in argument_table.values() if argument.required]
-            for argument in self._loosened:
+            self._relaxed = [argument for argument in argument_table.values() if argument.required]
+            for argument in self._relaxed:
                 argument.required = False
 
-    def _fill_in(self, call_parameters: dict[str, Any], **_: Any) -> None:
-        """Take from the document what the command line does not say."""
+    def _fill_from_document(self, call_parameters: dict[str, Any], **_: Any) -> None:
+        """Add the parameters of the document that the command line does not set."""
         for name, value in self._document.items():
             call_parameters.setdefault(name, value)
 
-    def _read_blobs(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
-        """Read texts for bytes as the command says, and refuse what looks like base64 where it says nothing: version 1
-        of the CLI takes texts for what they are, version 2 for base64."""
+    def _decode_blobs(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
+        """Decode text for binary members as ``--cli-binary-format`` says. Without that option
+        refuse text that looks like base64: version 1 of the CLI takes it literally, version 2
+        decodes it."""
         for holder, key, name in _text_blobs(model.input_shape, params):
             if self._blobs == BASE64:
                 try:
@@ -453,15 +470,16 @@ class WarmCli:
                 say = f"say --cli-binary-format {BASE64} or {RAW}, or give fileb://NAME"
                 self._refuse("malformed", f"{name} looks like base64, and {version}; {say}")
 
-    def _bound(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
-        """Refuse what the values of a request must not say: the policy cannot read those of a document in a file."""
-        reason = too_much(model, params)
+    def _check_bounds(self, params: Mapping[str, Any], model: Any, **_: Any) -> None:
+        """Check the values of a request. The policy cannot do that, because a document may be in a
+        file."""
+        reason = find_excess(model, params)
         if reason:
             self._refuse("too-many", reason)
         if any(str(params.get(name, "")).lower().startswith(("http://", "https://")) for name in _FETCHED):
             self._refuse("url-value", "no document is fetched from a URL here")
         source = params.get("CopySource", "")
-        if isinstance(source, Mapping):  # of a document; botocore makes the text of it
+        if isinstance(source, Mapping):  # in a document; botocore converts it to text later
             source = f"{source.get('Bucket', '')}/{source.get('Key', '')}"
         if model.service_model.service_name == "s3" and is_internal_path(f"/{source}"):
             self._refuse("internal-path", "this name is not part of AWS")
@@ -471,7 +489,7 @@ class WarmCli:
         self._on_refusal(refusal)
         raise refusal
 
-    def _cached_client(self, service_name: str, **kwargs: Any) -> Any:
+    def _get_client(self, service_name: str, **kwargs: Any) -> Any:
         if kwargs.get("endpoint_url") not in (None, ENDPOINT):
             self._refuse("endpoint", "requests leave only for this session's endpoint")
         kwargs.update(endpoint_url=ENDPOINT, region_name=REGION, verify=None)
@@ -479,9 +497,10 @@ class WarmCli:
         key = (service_name, None if config is None else repr(sorted(vars(config).items(), key=str)))
         client = self._clients.get(key)
         if client is None:
-            recording, self._undo._recording = self._undo._recording, False
+            recording = self._undo._recording
+            self._undo._recording = False
             client = self._create_client(service_name, **kwargs)
-            self._clients[key] = lighten(client, self.account, self.connection)
+            self._clients[key] = pin_client(client, self.account, self.connection)
             self._undo._recording = recording
             return client
         emitter = self._session.get_component("event_emitter")
@@ -495,7 +514,8 @@ class WarmCli:
         build_table = clidriver.ServiceOperation._create_argument_table
 
         def argument_table(operation: clidriver.ServiceOperation) -> Any:
-            # Handlers of one operation's table may listen to events of all; the public program never has two tables.
+            # Building the table of one operation may register handlers for events of all operations. The
+            # public program builds only one table; here they are kept apart and registered on use.
             table, scoped[id(operation)] = self._undo.take(lambda: build_table(operation))
             return table
 
@@ -537,8 +557,10 @@ def _disable_help(refuse: Refuse) -> None:
 
 
 def _bound_waiters() -> None:
-    """Make waiters ask often and give up soon; their commands are built once, since parsers are kept by identity."""
-    original, build = SingleWaiterConfig.__init__, WaitCommand._build_subcommand_table
+    """Make waiters poll often and give up soon. Their commands are built once, because parsers are
+    cached by identity."""
+    original = SingleWaiterConfig.__init__
+    build = WaitCommand._build_subcommand_table
     tables: dict[int, tuple[WaitCommand, Any]] = {}
 
     def bounded(config: SingleWaiterConfig, definition: Any) -> None:

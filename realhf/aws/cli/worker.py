@@ -1,8 +1,9 @@
-"""Answers commands over a socketpair, one at a time, inside the sandbox: one CLI worker.
+"""CLI worker: runs AWS CLI commands inside the sandbox, one at a time, over a socket pair.
 
-Frames are a 4-byte big-endian length and JSON. Request: ``{"argv": [...]}``. Reply: ``exit_code``, ``stdout``,
-``stderr``, ``refusal``, ``requests``, ``truncated`` (the output was cut), ``last`` (the worker ends). A worker never
-connects: its connection to the simulator is a descriptor.
+Frames are a 4-byte big-endian length and JSON. Request: ``{"argv": [...]}``. Reply: ``exit_code``,
+``stdout``, ``stderr``, ``refusal``, ``requests``, ``truncated`` (the output was cut), ``last`` (the
+worker ends). A worker never opens a connection: its connection to the simulator is an inherited
+descriptor.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ from realhf.env.containment.frames import frame, read_frame
 from realhf.env.containment.sandbox import ProcessGuard
 
 RUNAWAY_BYTES = 8 << 20
+"""A command is aborted after this many dropped output bytes."""
 MAX_RESIDENT_BYTES = 300 << 20
+"""A worker with more resident memory is replaced."""
 _WRITES_PER_COMMAND = 2 * MAX_FILES
+"""Most files that one command may write."""
 
 
 class RunawayOutput(BaseException):
-    """A command printed more than any observation could use; the worker ends."""
+    """A command printed far more than an observation can hold; the worker ends."""
 
 
 class CappedSink(io.RawIOBase):
-    """Keeps the first ``cap`` bytes, counts the rest."""
+    """Byte stream that keeps the first ``cap`` bytes and counts the rest."""
 
     def __init__(self, cap: int) -> None:
         self._cap = cap
@@ -42,12 +46,12 @@ class CappedSink(io.RawIOBase):
         self._dropped = 0
 
     def writable(self) -> bool:
-        """Always True: text is written to the sink."""
+        """Return True: text is written to the sink."""
         return True
 
     def write(self, data: Any, /) -> int:
-        """Take bytes, keep what fits below ``cap``. Raises RunawayOutput when far more was dropped than anybody could
-        use."""
+        """Keep the bytes that fit below ``cap``. Raises RunawayOutput when more than RUNAWAY_BYTES
+        were dropped."""
         view = bytes(data)
         room = self._cap - len(self._kept)
         self._kept += view[:room] if room > 0 else b""
@@ -62,8 +66,8 @@ class CappedSink(io.RawIOBase):
         return self._dropped > 0
 
     def text(self) -> str:
-        """Return the kept text, cut on a character boundary; carriage returns are dropped, control characters
-        replaced."""
+        """Return the kept text, cut at a character boundary. Carriage returns are dropped, control
+        characters replaced."""
         kept = bytes(self._kept)
         if self._dropped:
             kept = kept.decode("utf-8", "ignore").encode()
@@ -74,7 +78,7 @@ class CappedSink(io.RawIOBase):
 
 
 class CliWorker:
-    """Answers commands. It is built in the zygote; ``serve`` runs in a fork of it."""
+    """Runs commands. The zygote constructs it, and ``serve`` runs in a fork of the zygote."""
 
     def __init__(self, account: str) -> None:
         self.refusals: list[RefusedRequest] = []
@@ -83,7 +87,8 @@ class CliWorker:
     _statm = -1
 
     def serve(self, request: dict[str, Any], fds: list[int], guard: ProcessGuard) -> None:
-        """Contain this process, then answer until the owner closes the channel. ``fds``: channel, connection."""
+        """Contain this process, then answer requests until the owner closes the channel. ``fds``:
+        descriptors of the channel and of the connection to the simulator."""
         channel, connection = (socket.socket(fileno=fd) for fd in fds)
         self.cli.connection.attach(connection)
         folder = request["folder"]
@@ -92,11 +97,11 @@ class CliWorker:
         files = VirtualFolder(Path(folder))
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)
         budget = sandbox.WriteBudget(folders=MAX_FOLDERS, depth=MAX_DEPTH)
-        guard.apply(folder, self._denied, budget)
+        guard.apply(folder, self._on_denied, budget)
         self.refusals.clear()
         stream = channel.makefile("rb")
         while (message := read_frame(stream)) is not None:
-            if not message:  # are you there?
+            if not message:  # a liveness check
                 channel.sendall(frame({}))
                 continue
             budget.files = _WRITES_PER_COMMAND
@@ -104,17 +109,18 @@ class CliWorker:
             reply = self._answer(message["argv"], message["stdout_cap"], message["stderr_cap"])
             files.enforce_limits()
             reply["stderr"] = reply["stderr"].replace(f"{folder}/", "").replace(folder, ".")
-            reply["last"] = self._polluted(folder)
+            reply["last"] = self._is_polluted(folder)
             channel.sendall(frame(reply))
             if reply["last"]:
                 return
 
-    def _denied(self, rule: str, message: str) -> None:
+    def _on_denied(self, rule: str, message: str) -> None:
         self.refusals.append(RefusedRequest(rule, message))
 
     def _answer(self, argv: list[str], stdout_cap: int, stderr_cap: int) -> dict[str, Any]:
         self.refusals.clear()
-        out, err = CappedSink(stdout_cap), CappedSink(stderr_cap)
+        out = CappedSink(stdout_cap)
+        err = CappedSink(stderr_cap)
         code, requests = self.cli.run(argv, text_stream(out), text_stream(err))
         refusal = self.refusals[0] if self.refusals else None
         return {
@@ -126,8 +132,8 @@ class CliWorker:
             "truncated": out.cut,
         }
 
-    def _polluted(self, folder: str) -> bool:
-        """Return whether a command left something behind that the next one could see."""
+    def _is_polluted(self, folder: str) -> bool:
+        """Return whether a command left something behind that could affect the next one."""
         resident_bytes = int(os.pread(self._statm, 100, 0).split()[1]) * resource.getpagesize()
         return (
             threading.active_count() > 1
@@ -138,5 +144,5 @@ class CliWorker:
 
 
 def text_stream(sink: CappedSink) -> io.TextIOWrapper:
-    """Return a text stream that writes UTF-8 to ``sink`` at once."""
+    """Return an unbuffered UTF-8 text stream that writes to ``sink``."""
     return io.TextIOWrapper(sink, encoding="utf-8", errors="replace", write_through=True)  # type: ignore[arg-type]

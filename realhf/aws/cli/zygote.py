@@ -1,7 +1,8 @@
-"""Is the zygote of the CLI workers: imports the AWS CLI, builds everything once, then forks workers on request.
+"""Zygote of the CLI workers: imports the AWS CLI, builds everything once, then forks workers on
+request.
 
-Run by ``ForkServer`` as ``python -m realhf.aws.cli.zygote <control fd> <account> <network> <layers that may be
-missing>``. It never executes agent input.
+Run by ``ForkServer`` as ``python -m realhf.aws.cli.zygote <control fd> <account> <network> <layers
+that may be missing>``. It never executes agent input.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _CPU_S = 120
 
 
 def main() -> None:
-    """Build the worker, then fork children until the owner's end closes."""
+    """Build the worker, then fork children until the owner closes its end."""
     control = socket.socket(fileno=int(sys.argv[1]))
     account, mode, may_lack = sys.argv[2:]
     sys.argv = ["aws"]  # argparse names the program after it
     isolated = sandbox.without_network(mode)
-    gc.disable()  # all that is built is kept; to look for garbage in it again and again takes as long as to build it
+    gc.disable()  # nothing that is built here becomes garbage, and collecting would double the start-up time
     worker = CliWorker(account)
     worker.cli.preload(ALLOWED)
     mimetypes.init()

@@ -1,4 +1,4 @@
-"""Is the client of the AWS environment: one session, async and sync.
+"""Client of the AWS environment: one session, async and sync.
 
     async with AwsEnv("http://127.0.0.1:8100") as env:
         result = await env.reset(task_id=1, seed=3)
@@ -7,8 +7,8 @@
     with AwsEnv("http://127.0.0.1:8100").sync() as env:
         result = env.reset(task_id=1, seed=3)
 
-Other OpenEnv servers are served too: an action may be a mapping, and fields that are not AWS's are attributes of the
-observation. Source: docs/reference/environment.md 2.4, 10.
+It also works with other OpenEnv servers: an action may be a mapping, and unknown fields are
+attributes of the observation. Source: docs/reference/environment.md 2.4, 10.
 """
 
 from __future__ import annotations
@@ -31,16 +31,19 @@ T = TypeVar("T")
 
 
 class AwsEnv:
-    """Drives one session. Use it on one event loop, one request at a time.
+    """One session. Use it on one event loop, one request at a time.
 
     Args:
-        base_url: ``http(s)://`` or ``ws(s)://`` address of the server. token: its bearer token, if it wants one.
-        ca_file: PEM file with whom an https server is checked by ("": as this machine does, or SSL_CERT_FILE).
-        connect_timeout_s: handshake and state probe. message_timeout_s: each request.
-        session: an open session to use instead of one of its own.
+        base_url: ``http(s)://`` or ``ws(s)://`` address of the server.
+        token: bearer token, if the server requires one.
+        connect_timeout_s: deadline for the handshake and the first state request.
+        message_timeout_s: deadline for each request.
+        session: an open session to use instead of opening one.
+        ca_file: PEM file of the certificate authority for an https server ("": the system's, or
+            SSL_CERT_FILE).
 
-    Requests raise EnvError (the session goes on), MessageTimeout, ConnectionLost, and ConnectionPoisoned from then on,
-    until ``connect`` opens a new session.
+    Requests raise EnvError (the session stays usable), MessageTimeout, ConnectionLost, and then
+    ConnectionPoisoned until ``connect`` opens a new session.
     """
 
     def __init__(
@@ -72,15 +75,16 @@ class AwsEnv:
         return self._session is not None and self._session.usable
 
     async def connect(self) -> None:
-        """Open the session: handshake and a state round trip. Does nothing when it is open. Raises CapacityError or
-        ConnectError."""
+        """Open the session: handshake and one state request. Does nothing if it is open. Raises
+        CapacityError or ConnectError."""
         if self._session is None:
             self.metadata = await self._describe()
             self._session = self._client(correlate=self.metadata.get("correlation") is True)
         await self._session.connect()
 
     async def reset(self, **arguments: Any) -> AwsStepResult:
-        """Start an episode: ``task_id``, ``task``, ``seed``, ``episode_id``, ``chaos``. Connects the first time."""
+        """Start an episode. ``arguments``: ``task_id``, ``task``, ``seed``, ``episode_id``,
+        ``chaos``. Connects if necessary."""
         if self._session is None:
             await self.connect()
         return parse_result(await self._open().reset(**arguments))
@@ -96,12 +100,12 @@ class AwsEnv:
         return AwsState.model_validate(await self._open().state())
 
     async def close(self) -> None:
-        """End the session; harmless when repeated or when the server is gone."""
+        """Close the session; idempotent, and harmless when the server is gone."""
         if self._session is not None:
             await self._session.close()
 
     def sync(self) -> SyncAwsEnv:
-        """Return the same client for blocking code, with an event loop of its own."""
+        """Return the same client for blocking code, with its own event loop."""
         return SyncAwsEnv(self)
 
     async def __aenter__(self) -> AwsEnv:
@@ -120,8 +124,8 @@ class AwsEnv:
 
 
 class SyncAwsEnv(BlockingFace[AwsEnv]):
-    """``AwsEnv`` with blocking methods. Its thread answers the server's pings while the caller is busy; after ``close``
-    ``connect`` opens a new session."""
+    """``AwsEnv`` with blocking methods. Its thread answers the server's pings while the caller is
+    busy. After ``close``, ``connect`` opens a new session."""
 
     connect = blocking(AwsEnv.connect)
     reset = blocking(AwsEnv.reset)
@@ -138,7 +142,7 @@ class SyncAwsEnv(BlockingFace[AwsEnv]):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What the server reported at connecting; {} before."""
+        """Metadata that the server sent at connecting; {} before."""
         return self.inner.metadata
 
     def __enter__(self) -> Self:
@@ -148,8 +152,8 @@ class SyncAwsEnv(BlockingFace[AwsEnv]):
     def run(
         self, method: Callable[Concatenate[AwsEnv, P], Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run a method of the client to its end. Raises RuntimeError in a coroutine, and in a forked child of a process
-        that has opened the session."""
+        """Run a coroutine method of the client to completion. Raises RuntimeError inside a
+        coroutine, and in a forked child of the process that opened the session."""
         in_child = self.thread.pid != os.getpid() and not self.inner.usable
         if in_child or not self._finalizer.alive:
             super().__init__(self.inner, "aws-env")
@@ -158,5 +162,5 @@ class SyncAwsEnv(BlockingFace[AwsEnv]):
 
 
 def parse_result(result: StepResult) -> AwsStepResult:
-    """Return the typed reply; fields that are not AWS's are kept."""
+    """Return the typed reply; unknown fields are kept."""
     return AwsStepResult(AwsObservation.model_validate(result.observation), result.reward, result.done)

@@ -1,5 +1,5 @@
-"""Plays N environment sessions from asynchronous code, notebooks above all: on the caller's loop, with no thread but
-one for generation.
+"""N environment sessions for asynchronous code such as notebooks, on the caller's event loop. The
+only thread is one for generation.
 
     async with GrpoPool("http://127.0.0.1:8100", 8, curriculum) as pool:
         await pool.reset_group(task)
@@ -30,7 +30,7 @@ from realhf.aws.client.session_group import (
     RolloutFailure,
     SessionGroup,
     as_failure,
-    failed_ones,
+    describe_failures,
     reset_arguments,
 )
 from realhf.aws.models import AwsStepResult
@@ -41,11 +41,12 @@ T = TypeVar("T")
 
 
 class GrpoPool(SessionGroup):
-    """Runs groups of rollouts on its sessions. ``envs`` are the sessions, [] until connected. Use it on one event loop.
+    """Runs groups of rollouts on its sessions. ``envs`` are the sessions, [] until connected. Use
+    it on one event loop.
 
-    ``session`` are the settings of ``SessionGroup``; ``on_failure``: ``drop`` puts a RolloutFailure in the place of a
-    rollout whose environment failed, ``retry`` plays it once more on a new connection (reset as ``reset_group`` did),
-    ``raise`` raises.
+    ``session`` are the arguments of ``SessionGroup``. ``on_failure``: ``drop`` returns a
+    RolloutFailure for a rollout whose environment failed, ``retry`` plays it once more on a new
+    connection (reset like ``reset_group`` did), ``raise`` raises.
     """
 
     def __init__(self, base_url: str, size: int = 8, curriculum: ResultSink | None = None, **session: Any) -> None:
@@ -69,7 +70,7 @@ class GrpoPool(SessionGroup):
             self._finalizer = weakref.finalize(self, _abort, list(self.clients), asyncio.get_running_loop())
 
     async def close(self) -> None:
-        """Close all sessions, within seconds each; harmless when repeated or when the server is gone."""
+        """Close all sessions; idempotent, and harmless when the server is gone."""
         if os.getpid() != self._pid:
             return
         await super().close()
@@ -89,9 +90,10 @@ class GrpoPool(SessionGroup):
         await self.close()
 
     async def reset_group(self, task: Any, seed: int | None = None, *, chaos: bool = False) -> list[AwsStepResult]:
-        """Reset all sessions onto one task instance: a ``Task`` or reset arguments. Lost sessions are opened again
-        first. Raises GroupResetError with all outcomes when one fails; the others have completed by then."""
-        self._check()
+        """Reset all sessions to one task instance: a ``Task`` or reset arguments. Lost sessions are
+        reopened first. Raises GroupResetError with all outcomes when one fails; the other resets
+        have completed by then."""
+        self._check_usable()
         arguments = reset_arguments(task, seed, chaos)
         try:
             results = await self.reset(arguments)
@@ -102,38 +104,41 @@ class GrpoPool(SessionGroup):
         return [parse_result(result) for result in results]
 
     async def run_group_step(self, actions: Sequence[str | None]) -> list[AwsStepResult | RolloutFailure | None]:
-        """Run one command per session, all at once, and return results in their order. None skips a session (its
-        episode is over); a failed environment answers RolloutFailure. Raises ValueError when the lengths differ."""
-        self._check()
+        """Run one command per session, concurrently, and return results in order. None skips a
+        session (its episode is over); a failed environment returns RolloutFailure. Raises
+        ValueError when the lengths differ."""
+        self._check_usable()
         results = await self.step(actions)
         return [parse_result(result) if isinstance(result, StepResult) else result for result in results]
 
     async def run_group(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]) -> list[T | RolloutFailure]:
-        """Run ``rollout_fn`` with every session at once; returns what it returned, in the order of the sessions.
+        """Run ``rollout_fn`` with every session concurrently and return the results in the order of
+        the sessions.
 
-        A failed environment is treated as ``on_failure`` says. Any other error lets the remaining rollouts finish for
-        up to the message timeout and is raised as GroupError with all outcomes. Raises RuntimeError when a group is
-        being run already.
+        A failed environment is handled as ``on_failure`` says. After any other error the remaining
+        rollouts may run until the message timeout, and GroupError is raised with all outcomes.
+        Raises RuntimeError while another group is running.
         """
-        self._check()
+        self._check_usable()
         if self._playing:
             raise RuntimeError("this pool is playing already; one run at a time")
         self._playing = True
         try:
             await self.reopen_lost()
-            ended = await self._all(rollout_fn)
+            ended = await self._run_all(rollout_fn)
         finally:
             self._playing = False
         errors = [end for end in ended if isinstance(end, BaseException)]
         outcomes = [as_failure(end) if isinstance(end, BaseException) else end for end in ended]
-        failed = failed_ones([o if isinstance(o, RolloutFailure) else None for o in outcomes])
+        failed = describe_failures([o if isinstance(o, RolloutFailure) else None for o in outcomes])
         if errors or (failed and self.on_failure == "raise"):
             raise GroupError(f"rollouts failed: {failed}", outcomes) from (errors[0] if errors else None)
         return outcomes
 
-    async def _all(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]) -> list[T | RolloutFailure | BaseException]:
-        """Return what became of each rollout; after the first error the others get the message timeout."""
-        tasks = [asyncio.ensure_future(self._one(rollout_fn, index)) for index in range(self.size)]
+    async def _run_all(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]]) -> list[T | RolloutFailure | BaseException]:
+        """Return the result or error of each rollout. After the first error the others have the
+        message timeout to finish."""
+        tasks = [asyncio.ensure_future(self._run_one(rollout_fn, index)) for index in range(self.size)]
         late: set[asyncio.Task[T | RolloutFailure]] = set()
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -145,8 +150,9 @@ class GrpoPool(SessionGroup):
         late_words = f"not over {self.message_timeout_s:g} s after another rollout's error"
         return [TimeoutError(late_words) if task in late else end for task, end in zip(tasks, ended, strict=True)]
 
-    async def _one(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]], index: int) -> T | RolloutFailure:
-        env, client = self.envs[index], self.clients[index]
+    async def _run_one(self, rollout_fn: Callable[[AwsEnv], Awaitable[T]], index: int) -> T | RolloutFailure:
+        env = self.envs[index]
+        client = self.clients[index]
         try:
             return await rollout_fn(env)
         except FAILURES as error:
@@ -161,20 +167,20 @@ class GrpoPool(SessionGroup):
             return as_failure(error)
 
     async def generate(self, fn: Callable[..., T], *args: Any) -> T:
-        """Run ``fn(*args)`` in the one thread for generation: calls queue up there, sockets stay served."""
-        self._check()
+        """Run ``fn(*args)`` in the generation thread; calls are queued, and sockets stay served."""
+        self._check_usable()
         if self._generator is None:
             self._generator = ThreadPoolExecutor(1, thread_name_prefix="grpo-generate")
         return await asyncio.get_running_loop().run_in_executor(self._generator, fn, *args)
 
-    def _check(self) -> None:
+    def _check_usable(self) -> None:
         check_process(self._pid)
         self.check_connected()
 
 
 def _abort(clients: Sequence[OpenEnvClient], loop: asyncio.AbstractEventLoop) -> None:
-    """Close the sessions of a pool that was forgotten without ``close``: they must not stay open as long as the loop
-    runs."""
+    """Close the sessions of a pool that was garbage collected without ``close``; otherwise they
+    would stay open as long as the loop runs."""
     for client in clients:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(client.abort)

@@ -1,10 +1,12 @@
-"""Plays N environment sessions for a blocking trainer: a sync facade with its own thread and event loop.
+"""N environment sessions for a blocking trainer: a synchronous facade with its own thread and event
+loop.
 
-Generation runs in the caller's thread, environment steps on the pool's loop, which answers pings while the caller
-generates or trains. Source: docs/reference/environment.md 1 and 9.
+Generation runs in the caller's thread, environment steps on the pool's loop, which also answers
+pings while the caller generates or trains. Source: docs/reference/environment.md 1 and 9.
 
-AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN say where the server is; NUM_GENERATIONS (8), MAX_TURNS (6) and MAX_TOTAL_TOKENS
-(4096) are rollouts of a group, policy turns and tokens of an episode.
+Environment variables: AWS_RL_ENV_URL and AWS_RL_ENV_TOKEN locate the server; NUM_GENERATIONS (8),
+MAX_TURNS (6) and MAX_TOTAL_TOKENS (4096) set the rollouts of a group, and the policy turns and
+tokens of an episode.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from realhf.aws.client.session_group import (
     ResultSink,
     RolloutFailure,
     SessionGroup,
-    failed_ones,
+    describe_failures,
     reset_arguments,
 )
 from realhf.aws.environment import SYSTEM_PROMPT, AwsEnvironment, AwsOptions, AwsTaskSet
@@ -40,32 +42,41 @@ from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.player import Player, TurnAgent
 
 _FINALIZE_S = 2.0
+"""Seconds for closing the sessions of a pool that is garbage collected."""
 _STOP_S = 10.0
+"""Seconds for closing the sessions in ``close``."""
 MODES = ("lockstep", "independent")
+"""Schedules of turns: all episodes advance together, or each on its own."""
 
 
 class Policy(BatchEngine, Protocol):
-    """Gives a pool the tokens it asks for."""
+    """Token source of a pool."""
 
     @property
     def chat(self) -> ChatFormat:
-        """How conversations become token ids."""
+        """Chat format that converts conversations to token ids."""
         ...
 
 
 class MultiTurnEnvPool:
-    """Plays groups of episodes over ``size`` sessions.
+    """Plays groups of episodes on ``size`` sessions.
 
     Args:
-        base_url, size, curriculum, session: see ``SessionGroup``; by default ``on_failure`` is ``retry`` (an episode
-            whose environment failed is played once more, on a new connection; ``drop`` returns it as a failed outcome,
-            ``raise`` raises GroupError once all episodes have ended) and ``connect_timeout_s`` 20.
-        max_turns: policy turns of an episode. max_total_tokens: prompt and completion of an episode.
-        turn_tokens: the engine's ``max_new_tokens``; an episode without room for a turn ends (token_budget).
-        observation_chars: cap of the text of one observation.
+        base_url: address of the server, see ``SessionGroup``.
+        size: number of sessions.
+        curriculum: receiver of group results, see ``SessionGroup``.
+        max_turns: policy turns of an episode.
+        max_total_tokens: prompt and completion tokens of an episode.
+        turn_tokens: the engine's ``max_new_tokens``; an episode without room for a turn ends
+            (token_budget).
+        observation_chars: longest text of one observation.
+        session: further arguments of ``SessionGroup``. The default of ``on_failure`` is ``retry``
+            (an episode whose environment failed is played once more, on a new connection; ``drop``
+            returns it as a failed outcome, ``raise`` raises GroupError after all episodes have
+            ended), that of ``connect_timeout_s`` is 20.
 
-    ``timings`` sums ``env_s`` (of it ``reset_s``: the first resets of a run), ``generation_s``, ``rounds``,
-    ``env_steps`` and ``episodes`` of all runs.
+    ``timings`` sums ``env_s`` (including ``reset_s``: the first resets of a run), ``generation_s``,
+    ``rounds``, ``env_steps`` and ``episodes`` of all runs.
     """
 
     def __init__(
@@ -93,12 +104,12 @@ class MultiTurnEnvPool:
 
     @property
     def turn_tokens(self) -> int:
-        """Tokens that a policy turn may have."""
+        """Most tokens of a policy turn."""
         return self._limits.turn_tokens
 
     @property
     def reward_mode(self) -> str:
-        """How the server's rewards are read: ``potential`` or ``level``."""
+        """Meaning of the server's rewards: ``potential`` or ``level``."""
         return self._group.reward_mode
 
     def connect(self) -> None:
@@ -128,8 +139,9 @@ class MultiTurnEnvPool:
         mode: str = "lockstep",
         chaos: bool = False,
     ) -> list[RolloutOutcome]:
-        """Play ``group_size`` (default: ``size``) episodes of one task instance: a ``Task`` or reset arguments.
-        ``seed`` None: the task's own (0 for reset arguments). See ``run_groups``."""
+        """Play ``group_size`` (default: ``size``) episodes of one task instance: a ``Task`` or
+        reset arguments. ``seed`` None: the task's own (0 for reset arguments). See ``run_groups``.
+        """
         arguments = reset_arguments(task, seed, chaos)
         wanted = int(arguments.pop("seed", 0))
         return self.run_groups([arguments], policy, group_size=group_size or self.size, seeds=[wanted], mode=mode)[0]
@@ -145,46 +157,51 @@ class MultiTurnEnvPool:
     ) -> list[list[RolloutOutcome]]:
         """Play ``group_size`` episodes of every task and return them per task, in order.
 
-        ``tasks[i]`` are reset arguments (``{"task": {...}}`` or ``{"task_id": ...}``), ``seeds[i]`` their seed.
-        A failed environment is an outcome without reward; an error of the policy is raised. In ``lockstep`` the same
-        policy outputs give the same sequence of batches; ``independent`` lets no episode wait for another."""
+        ``tasks[i]`` are reset arguments (``{"task": {...}}`` or ``{"task_id": ...}``), ``seeds[i]``
+        their seed. A failed environment is an outcome without reward; an error of the policy is
+        raised. In ``lockstep`` mode the same policy outputs produce the same sequence of batches;
+        in ``independent`` mode no episode waits for another.
+        """
         if len(tasks) != len(seeds):
             raise ValueError(f"{len(tasks)} tasks, but {len(seeds)} seeds")
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; allowed: {', '.join(MODES)}")
-        thread = self._ready()
+        thread = self._connected_thread()
         wanted = [
-            EpisodeRequest(number * group_size + member, _task(arguments, seed))
+            EpisodeRequest(number * group_size + member, _build_task(arguments, seed))
             for number, (arguments, seed) in enumerate(zip(tasks, seeds, strict=True))
             for member in range(group_size)
         ]
-        with self._alone():
+        with self._exclusive():
             thread.call(self._group.reopen_lost())
-            outcomes = self._played(thread, wanted, policy, lockstep=mode == "lockstep")
+            outcomes = self._play(thread, wanted, policy, lockstep=mode == "lockstep")
         if self._group.on_failure == "raise" and any(not outcome.valid for outcome in outcomes):
-            raise GroupError(f"rollouts failed: {failed_ones(outcomes)}", outcomes)
+            raise GroupError(f"rollouts failed: {describe_failures(outcomes)}", outcomes)
         return [outcomes[start : start + group_size] for start in range(0, len(wanted), group_size)]
 
     def reset_group(self, task: Any, seed: int | None = None, *, chaos: bool = False) -> list[StepResult]:
-        """Reset all sessions onto one task instance. Raises GroupResetError when one of them fails."""
-        thread = self._ready()
-        with self._alone():
+        """Reset all sessions to one task instance. Raises GroupResetError when one of them fails."""
+        thread = self._connected_thread()
+        with self._exclusive():
             return thread.call(self._group.reset(reset_arguments(task, seed, chaos)))
 
     def run_group_step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
-        """Run one command per session, all at once. None skips a session; a failed one answers RolloutFailure."""
-        thread = self._ready()
-        with self._alone():
+        """Run one command per session, concurrently. None skips a session; a failed one returns
+        RolloutFailure."""
+        thread = self._connected_thread()
+        with self._exclusive():
             return thread.call(self._group.step(actions))
 
     def record_group_result(self, task: Any, outcomes: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
-        """Report a group to the curriculum, once; this is the pool's only write to it. See ``record_group``."""
+        """Report a group to the curriculum, once; this is the pool's only write to it. See
+        ``record_group``."""
         return self._group.record_group_result(task, outcomes, success_threshold)
 
     def close(self, timeout_s: float = _STOP_S) -> None:
-        """Close all sessions and stop the thread; harmless when repeated or when the server is gone."""
+        """Close all sessions and stop the thread; idempotent, and harmless when the server is gone."""
         self._group.closed = True
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if self._finalizer is not None:
             self._finalizer.detach()
         if thread is not None:
@@ -199,27 +216,28 @@ class MultiTurnEnvPool:
     ) -> None:
         self.close()
 
-    def _ready(self) -> LoopThread:
+    def _connected_thread(self) -> LoopThread:
         if self._thread is None:
             self._group.check_connected()
             raise PoolClosed("the pool is not connected; call connect() first")
         self._thread.check_caller()
         return self._thread
 
-    def _played(
+    def _play(
         self, thread: LoopThread, wanted: Sequence[EpisodeRequest], policy: Policy, *, lockstep: bool
     ) -> list[RolloutOutcome]:
         free = [*self._group.clients]
-        level, chars = self.reward_mode == "level", self._observation_chars
+        level = self.reward_mode == "level"
+        chars = self._observation_chars
 
-        def make(address: str) -> _PooledEnvironment:
+        def make(address: str) -> _SharedSessionEnvironment:
             del address
-            return _PooledEnvironment(self._group, free, level=level, observation_chars=chars)
+            return _SharedSessionEnvironment(self._group, free, level=level, observation_chars=chars)
 
         spec = EnvironmentSpec("aws", make, tasks=lambda split: AwsTaskSet(AwsOptions(), split))
         agent = TurnAgent(policy.chat, self._limits, SYSTEM_PROMPT)
         retries = 1 if self._group.on_failure == "retry" else 0
-        timeout_s = 2 * self._group.message_timeout_s  # each session has the deadline itself
+        timeout_s = 2 * self._group.message_timeout_s  # the sessions enforce the deadline; this is a backstop
         player = Player(spec, "", agent, self.size, retries=retries, message_timeout_s=timeout_s, patience_s=0.0)
         clock = _TimedPolicy(policy)
         began = time.perf_counter()
@@ -229,13 +247,13 @@ class MultiTurnEnvPool:
         self.timings["env_s"] += total - clock.seconds
         self.timings["reset_s"] += (clock.first or began + total) - began
         self.timings["rounds"] += clock.rounds
-        said = [turn.text for outcome in outcomes for turn in outcome.turns]
-        self.timings["env_steps"] += sum(extract_command(text) is not None for text in said)
+        texts = [turn.text for outcome in outcomes for turn in outcome.turns]
+        self.timings["env_steps"] += sum(extract_command(text) is not None for text in texts)
         self.timings["episodes"] += len(outcomes)
         return outcomes
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         if not self._playing.acquire(blocking=False):
             raise RuntimeError("this pool is playing already; one run at a time")
         try:
@@ -244,25 +262,28 @@ class MultiTurnEnvPool:
             self._playing.release()
 
 
-class _PooledEnvironment(AwsEnvironment):
-    """Plays on a session of the pool, which it takes when it is made and leaves open for the next run."""
+class _SharedSessionEnvironment(AwsEnvironment):
+    """``AwsEnvironment`` on a session of the pool. It takes a free session when it is created and
+    returns it when it is closed."""
 
     def __init__(self, group: SessionGroup, free: list[OpenEnvClient], *, level: bool, observation_chars: int) -> None:
         client = free.pop(0)
         super().__init__("", client=client, reopen=group.reopen, level=level, observation_chars=observation_chars)
-        self._free, self._taken = free, client
+        self._free = free
+        self._taken = client
 
     async def close(self) -> None:
-        """Give the session back, closed: what became of its last episode is not known."""
+        """Return the session, closed: the state of its last episode is unknown."""
         await super().close()
         self._free.append(self._taken)
 
 
 class _TimedPolicy:
-    """Counts and times the batches of a policy. ``first``: when the first began."""
+    """Policy that counts and times its batches. ``first``: start time of the first batch."""
 
     def __init__(self, policy: Policy) -> None:
-        self.seconds, self.rounds = 0.0, 0
+        self.seconds = 0.0
+        self.rounds = 0
         self.first: float | None = None
         self._policy = policy
 
@@ -280,10 +301,11 @@ class _TimedPolicy:
         self._policy.free(slots)
 
 
-def _task(arguments: Mapping[str, Any], seed: int) -> Task:
-    """Return what the player is asked for: reset arguments, named after the task that they hold."""
+def _build_task(arguments: Mapping[str, Any], seed: int) -> Task:
+    """Return the player's task for reset arguments, named after the task in them."""
     task = arguments.get("task") or {}
-    name, group = str(task.get("task_id", arguments.get("task_id", ""))), str(task.get("difficulty", ""))
+    name = str(task.get("task_id", arguments.get("task_id", "")))
+    group = str(task.get("difficulty", ""))
     return Task(name, group, arguments, seed=seed)
 
 
@@ -295,9 +317,9 @@ _NUMBERS = {
 
 
 def pool_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read arguments of ``MultiTurnEnvPool`` from variables. Raises ValueError naming a variable that is not a positive
-    number."""
-    found: dict[str, Any] = {
+    """Read arguments of ``MultiTurnEnvPool`` from environment variables. Raises ValueError naming a
+    variable that is not a positive integer."""
+    arguments: dict[str, Any] = {
         "base_url": environ.get("AWS_RL_ENV_URL") or DEFAULT_URL,
         "token": environ.get("AWS_RL_ENV_TOKEN") or None,
     }
@@ -305,10 +327,10 @@ def pool_arguments(environ: Mapping[str, str]) -> dict[str, Any]:
         text = environ.get(variable) or str(default)
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"{variable} is {text!r}; it must be a positive whole number")
-        found[argument] = int(text)
-    return found
+        arguments[argument] = int(text)
+    return arguments
 
 
 def pool_from_environment(**arguments: Any) -> MultiTurnEnvPool:
-    """Return an unconnected pool; ``arguments`` win over variables. Raises ValueError."""
+    """Return an unconnected pool; ``arguments`` override environment variables. Raises ValueError."""
     return MultiTurnEnvPool(**{**pool_arguments(os.environ), **arguments})

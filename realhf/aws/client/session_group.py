@@ -1,7 +1,8 @@
-"""Keeps N sessions of one environment server that are played together, with their failures and group statistics.
+"""Group of N sessions of one environment server that are played together, with failures and group
+statistics.
 
-Its coroutines run on the loop that owns the sockets. Connecting is all or nothing, and a failed environment is never a
-reward of 0. Source: docs/reference/environment.md 9.
+Its coroutines run on the event loop that owns the sockets. Connecting is all or nothing, and a
+failed environment is never a reward of 0. Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations
@@ -21,20 +22,27 @@ from realhf.env.openenv_client import CapacityError, ConnectError, EnvError, Ope
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 ON_FAILURE = ("drop", "retry", "raise")
-"""What a pool makes of a rollout whose environment failed: left out, played once more, an error."""
+"""Policies for a rollout whose environment failed: leave it out, play it once more, or raise an
+error."""
 FAILURES = (ConnectionError, TimeoutError, EnvError)
-"""Errors of an environment or of the way to it; anything else is a fault of the caller's code."""
+"""Errors of an environment or of the connection to it; any other error is a bug in the caller's
+code."""
 
 
 @dataclass(frozen=True)
 class RolloutFailure:
-    """Stands where a result would: ``status`` is one of ``realhf.api.environment.FAILURE_STATUSES``."""
+    """Placeholder for the result of a failed rollout."""
 
     status: str
+    """One of ``realhf.api.environment.FAILURE_STATUSES``."""
     message: str
+    """Error text."""
     valid: bool = False
+    """Always False."""
     reward: None = None
+    """Always None."""
     achieved: bool = False
+    """Always False."""
 
 
 class PoolClosed(RuntimeError):
@@ -42,7 +50,8 @@ class PoolClosed(RuntimeError):
 
 
 class GroupError(RuntimeError):
-    """Rollouts of a group failed. ``outcomes``: one entry per rollout in order, a RolloutFailure where one failed."""
+    """Rollouts of a group failed. ``outcomes``: one entry per rollout in order, a RolloutFailure
+    for each failed one."""
 
     def __init__(self, message: str, outcomes: Sequence[Any]) -> None:
         super().__init__(message)
@@ -50,46 +59,51 @@ class GroupError(RuntimeError):
 
 
 class GroupResetError(GroupError):
-    """Not every session could be reset onto the task."""
+    """Not every session could be reset to the task."""
 
 
 def as_failure(error: BaseException) -> RolloutFailure:
-    """Turn ``error`` into an outcome: one that is none of FAILURES is the policy's."""
+    """Convert ``error`` to a RolloutFailure. An error that is not in FAILURES is attributed to the
+    policy."""
     status = failure_kind(error) if isinstance(error, FAILURES) else POLICY_FAILED
     return RolloutFailure(status, str(error) or type(error).__name__)
 
 
-def failed_ones(outcomes: Sequence[Any]) -> str:
-    """Say, for an error message, which entries failed and how."""
+def describe_failures(outcomes: Sequence[Any]) -> str:
+    """Return a text for an error message that lists the failed entries."""
     named = [f"{i}: {o.status} ({o.message})" for i, o in enumerate(outcomes) if getattr(o, "valid", True) is False]
     return "; ".join(named)
 
 
 class ResultSink(Protocol):
-    """Takes results for a curriculum: all that a pool needs of one."""
+    """Receiver of results, such as a curriculum."""
 
     def record_result(self, task: Any, achieved: bool | float | None, reward: float = 0.0) -> None:
-        """Take the result of a group: ``achieved`` is the share of its valid rollouts that solved the task, None
-        without valid ones; ``reward`` is their mean reward."""
+        """Record the result of a group: ``achieved`` is the share of its valid rollouts that solved
+        the task, None without valid ones; ``reward`` is their mean reward."""
         ...
 
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """Summarises a group: ``mean`` and ``std`` (population) of the rewards of the ``valid`` ones of ``size`` rollouts,
-    0.0 without any; ``achieved`` is the share of them that solved the task; ``failures`` counts the others by status.
-    """
+    """Statistics of a group."""
 
     size: int
+    """Number of rollouts."""
     valid: int
+    """Number of valid rollouts."""
     achieved: float
+    """Share of the valid rollouts that solved the task; 0.0 without any."""
     mean: float
+    """Mean reward of the valid rollouts; 0.0 without any."""
     std: float
+    """Population standard deviation of those rewards; 0.0 without any."""
     failures: dict[str, int] = field(default_factory=dict)
+    """Number of failed rollouts by status."""
 
     @property
     def trainable(self) -> bool:
-        """Whether advantages mean something: at least two rollouts are valid."""
+        """Whether advantages are defined: at least two rollouts are valid."""
         return self.valid >= 2
 
 
@@ -98,8 +112,9 @@ def record_group(
 ) -> GroupSummary:
     """Report a group to the curriculum (if any), once, and return its statistics.
 
-    ``results`` are rewards, or outcomes with ``valid``, ``reward``, ``achieved`` and ``status``. None, NaN and failed
-    outcomes are excluded, never zeros; a bare reward is a success from ``success_threshold`` on.
+    ``results`` are rewards, or outcomes with ``valid``, ``reward``, ``achieved`` and ``status``.
+    None, NaN and failed outcomes are excluded, never counted as zeros. A bare reward of at least
+    ``success_threshold`` is a success.
     """
     entries = [_entry(result, success_threshold) for result in results]
     valid = [(reward, achieved) for reward, achieved, _ in entries if reward is not None]
@@ -119,7 +134,7 @@ def record_group(
 
 
 def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
-    """Return (reward or None, achieved, status of a failure)."""
+    """Return (reward or None, achieved, failure status)."""
     if result is None:
         return None, False, "missing"
     if isinstance(result, int | float):
@@ -131,24 +146,31 @@ def _entry(result: Any, threshold: float) -> tuple[float | None, bool, str]:
 
 
 def episode_return(rewards: Sequence[float], reward_mode: str) -> float:
-    """Return the score of an episode from its step rewards: their sum, or in ``level`` mode the last one."""
+    """Return the score of an episode from its step rewards: their sum, or in ``level`` mode the
+    last one."""
     return (rewards[-1] if rewards else 0.0) if reward_mode == "level" else float(sum(rewards))
 
 
 T = TypeVar("T")
 _REOPEN_S = 5.0
+"""Seconds to keep trying to replace a lost session while the server is full."""
 
 
 class SessionGroup:
-    """Connects, resets and steps N sessions together. ``clients`` are the sessions, [] until connected; a lost one is
-    opened again in its place.
+    """Connects, resets and steps N sessions together. ``clients`` are the sessions, [] until
+    connected; a lost session is reopened in its place.
 
     Args:
-        base_url, token, ca_file: of the environment server, see ``AwsEnv``. size: sessions, at most the server's.
-        curriculum: gets the result of a group from ``record_group_result``, and from nothing else.
-        connect_timeout_s: opening all sessions. message_timeout_s: reset or step, each.
-        retry_capacity_s: keep trying to connect that long while the server is full.
-        on_failure: what a run makes of an environment that failed, one of ON_FAILURE.
+        base_url: address of the environment server, see ``AwsEnv``.
+        size: number of sessions, at most the server's.
+        curriculum: receives the result of a group from ``record_group_result``, and from nothing
+            else.
+        connect_timeout_s: deadline for opening all sessions.
+        message_timeout_s: deadline for each reset or step.
+        retry_capacity_s: keep trying to connect this long while the server is full.
+        on_failure: handling of a failed environment, one of ON_FAILURE.
+        token: bearer token of the server.
+        ca_file: PEM file of the certificate authority, see ``AwsEnv``.
     """
 
     def __init__(
@@ -189,7 +211,8 @@ class SessionGroup:
 
     @property
     def reward_mode(self) -> str:
-        """``potential`` (the rewards of an episode sum to its score) or ``level`` (the last one is it)."""
+        """``potential`` (the rewards of an episode sum to its score) or ``level`` (the last reward
+        is the score)."""
         return str(self.metadata.get("reward_mode", "potential"))
 
     def check_connected(self) -> None:
@@ -200,15 +223,17 @@ class SessionGroup:
             raise PoolClosed("the pool is not connected; call connect() first")
 
     async def connect(self) -> None:
-        """Open all sessions or none. A second call does nothing; after a failure a retry is possible.
+        """Open all sessions or none. Does nothing if connected; can be retried after a failure.
 
-        Raises CapacityError or ConnectError: the first error, after every opened session is closed again."""
+        Raises CapacityError or ConnectError: the first error, after all opened sessions are closed
+        again.
+        """
         if self.closed:
             raise PoolClosed("the pool is closed")
         if self.clients:
             return
         self.metadata = await self._describe()
-        self.clients = await _until_capacity(self._open_all, self._retry_capacity_s)
+        self.clients = await _open_with_retries(self._open_all, self._retry_capacity_s)
 
     async def _open_all(self) -> list[OpenEnvClient]:
         correlate = self.metadata.get("correlation") is True
@@ -226,13 +251,13 @@ class SessionGroup:
         return clients
 
     async def reopen(self, client: OpenEnvClient) -> None:
-        """Replace a lost or doubtful session by a new one; waits a moment for the server to notice the loss. Raises
-        ConnectionError."""
+        """Replace a lost session with a new one, waiting a moment for the server to notice the
+        loss. Raises ConnectionError."""
         await client.close()
-        await _until_capacity(client.connect, _REOPEN_S)
+        await _open_with_retries(client.connect, _REOPEN_S)
 
     async def reopen_lost(self) -> None:
-        """Open lost sessions again; raises the ConnectionError when no session is left."""
+        """Reopen lost sessions. Raises the ConnectionError if no session is left."""
         self.check_connected()
         last_error: ConnectionError | None = None
         for client in self.clients:
@@ -245,42 +270,43 @@ class SessionGroup:
             raise last_error
 
     async def reset(self, arguments: Mapping[str, Any]) -> list[StepResult]:
-        """Reset every session with the same arguments. Raises GroupResetError with all outcomes when one failed or
-        when their tasks read differently; the others have completed by then."""
+        """Reset every session with the same arguments. Raises GroupResetError with all outcomes
+        when one failed or when their task texts differ; the other resets have completed by then."""
         await self.reopen_lost()
-        outcomes = await asyncio.gather(*(_outcome(client.reset(**arguments)) for client in self.clients))
+        outcomes = await asyncio.gather(*(_await_outcome(client.reset(**arguments)) for client in self.clients))
         results = [outcome for outcome in outcomes if isinstance(outcome, StepResult)]
         if len(results) < len(outcomes):
-            raise GroupResetError(f"not every session was reset: {failed_ones(outcomes)}", outcomes)
+            raise GroupResetError(f"not every session was reset: {describe_failures(outcomes)}", outcomes)
         texts = {(result.observation.get("task") or {}).get("description") for result in results}
         if len(texts) > 1:
             raise GroupResetError(f"the sessions of the group show {len(texts)} different tasks", outcomes)
         return results
 
     async def step(self, actions: Sequence[str | None]) -> list[StepResult | RolloutFailure | None]:
-        """Run one command per session, all at once. Results come in the order of the sessions; None skips one. Raises
-        ValueError when the lengths differ."""
+        """Run one command per session, concurrently, and return results in the order of the
+        sessions; None skips a session. Raises ValueError when the lengths differ."""
         self.check_connected()
         if len(actions) != self.size:
             raise ValueError(f"{len(actions)} actions for {self.size} sessions")
         return list(await asyncio.gather(*map(_step_one, self.clients, actions)))
 
     def record_group_result(self, task: Any, results: Sequence[Any], success_threshold: float = 0.99) -> GroupSummary:
-        """Report a group to the curriculum, once; this is the pool's only write to it. See ``record_group``."""
+        """Report a group to the curriculum, once; this is the pool's only write to it. See
+        ``record_group``."""
         return record_group(self._curriculum, task, results, success_threshold)
 
     async def close(self) -> None:
-        """Say goodbye on every session; harmless when repeated or when the server is gone."""
+        """Close every session; idempotent, and harmless when the server is gone."""
         self.closed = True
         await asyncio.gather(*(client.close() for client in self.clients), return_exceptions=True)
 
 
 async def _step_one(client: OpenEnvClient, action: str | None) -> StepResult | RolloutFailure | None:
-    return None if action is None else await _outcome(client.step(action))
+    return None if action is None else await _await_outcome(client.step(action))
 
 
-async def _outcome(answer: Awaitable[StepResult]) -> StepResult | RolloutFailure:
-    """Return an answer; a failed environment is an outcome, too."""
+async def _await_outcome(answer: Awaitable[StepResult]) -> StepResult | RolloutFailure:
+    """Await an answer; a failed environment becomes a RolloutFailure."""
     try:
         return await answer
     except FAILURES as error:
@@ -288,8 +314,8 @@ async def _outcome(answer: Awaitable[StepResult]) -> StepResult | RolloutFailure
 
 
 def reset_arguments(task: Any, seed: int | None, chaos: bool) -> dict[str, Any]:
-    """Return the keyword arguments of reset for a task: a ``Task`` (anything with ``to_json``), or reset arguments such
-    as ``{"task_id": 3}``. ``seed`` None: the task's own."""
+    """Return the keyword arguments of reset for a task: a ``Task`` (anything with ``to_json``), or
+    a mapping such as ``{"task_id": 3}``. ``seed`` None: the task's own."""
     if isinstance(task, Mapping):
         arguments = {"chaos": chaos, **task}
     else:
@@ -298,14 +324,15 @@ def reset_arguments(task: Any, seed: int | None, chaos: bool) -> dict[str, Any]:
 
 
 def _check_distinct(clients: Sequence[OpenEnvClient]) -> None:
-    """Raise when two sessions share a simulator: each would see the other's resources."""
+    """Raise ConnectError when two sessions share a simulator, since each would see the other's
+    resources."""
     slots = [client.probe["slot_id"] for client in clients if "slot_id" in client.probe]
     if len(set(slots)) < len(slots):
         raise ConnectError(f"the server gave several sessions the same slot: {sorted(slots)}")
 
 
-async def _until_capacity(open_session: Callable[[], Awaitable[T]], patience_s: float) -> T:
-    """Try again while the server is full, as long as the patience lasts."""
+async def _open_with_retries(open_session: Callable[[], Awaitable[T]], patience_s: float) -> T:
+    """Open a session, retrying for ``patience_s`` seconds while the server is full."""
     deadline = process_clock.now() + patience_s
     while True:
         try:

@@ -1,10 +1,12 @@
-"""Implements ``rollout_func`` of TRL's GRPOTrainer over MultiTurnEnvPool: token-exact multi-turn episodes, all at once.
+"""``rollout_func`` for TRL's GRPOTrainer on MultiTurnEnvPool: token-exact multi-turn episodes, all
+concurrent.
 
     pool = MultiTurnEnvPool(url, size=8, turn_tokens=64)
-    trainer = GRPOTrainer(model, [episode_reward], rollout_func=PoolRollouts(pool), train_dataset=rows, ...)
+    trainer = GRPOTrainer(model, [episode_reward], rollout_func=PoolRollouts(pool),
+        train_dataset=rows, ...)
 
-A prompt names its task: JSON of reset arguments (``{"task_id": 1, "seed": 7}``), alone or as the content of the last
-message. Source: docs/reference/environment.md 10.
+A prompt specifies its task: JSON of reset arguments (``{"task_id": 1, "seed": 7}``), alone or as
+the content of the last message. Source: docs/reference/environment.md 10.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def task_of_prompt(prompt: Any) -> dict[str, Any]:
-    """Return the reset arguments in a prompt. Raises ValueError when it holds none."""
+    """Return the reset arguments in a prompt. Raises ValueError when it contains none."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     try:
         arguments = json.loads(text)
@@ -35,16 +37,18 @@ def task_of_prompt(prompt: Any) -> dict[str, Any]:
 
 
 def episode_reward(completions: Sequence[Any], episode_reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """Return the scores that came with the rollouts, as a reward function for TRL; None (not 0) for a failed one."""
+    """Reward function for TRL that returns the scores of the rollouts; None (not 0) for a failed
+    one."""
     return list(episode_reward)
 
 
 class PoolRollouts:
     """Plays the rollouts of a TRL trainer; call it as ``rollout_func(prompts, trainer)``.
 
-    Returns ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` (1 on sampled tokens), and for reward
-    functions ``episode_reward`` (None: failed), ``achieved``, ``progress``, ``status``; ``num_generations`` rows per
-    task. A failed rollout is one end token whose mask is 0.
+    Returns ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` (1 on sampled tokens),
+    and for reward functions ``episode_reward`` (None: failed), ``achieved``, ``progress``,
+    ``status``, with ``num_generations`` rows per task. A failed rollout is a single end token with
+    mask 0.
     """
 
     def __init__(self, pool: MultiTurnEnvPool, task_of: Callable[[Any], Mapping[str, Any]] = task_of_prompt) -> None:
@@ -52,8 +56,8 @@ class PoolRollouts:
         self._task_of = task_of
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Play a rollout for every prompt, in their order. Raises CapacityError or ConnectError when the pool cannot
-        connect."""
+        """Play a rollout for every prompt, in order. Raises CapacityError or ConnectError when the
+        pool cannot connect."""
         self._pool.connect()
         group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         tasks = [{"chaos": False, **self._task_of(prompt)} for prompt in _distinct(prompts, group_size)]
@@ -86,7 +90,7 @@ class TransformersPolicy:
         model.eval()
         try:
             with torch.no_grad():
-                found = model.generate(
+                generated = model.generate(
                     input_ids=torch.tensor(rows, device=model.device),
                     attention_mask=torch.tensor(mask, device=model.device),
                     max_new_tokens=self._max_new_tokens,
@@ -101,15 +105,15 @@ class TransformersPolicy:
                 )
         finally:
             model.train(was_training)
-        logits = torch.stack(found.logits, dim=1).float() / self._trainer.temperature
-        return [self._output(ids, row) for ids, row in zip(found.sequences[:, longest:], logits, strict=True)]
+        logits = torch.stack(generated.logits, dim=1).float() / self._trainer.temperature
+        return [self._output(ids, row) for ids, row in zip(generated.sequences[:, longest:], logits, strict=True)]
 
     def free(self, slots: Sequence[int]) -> None:
-        """Do nothing: ``generate`` keeps nothing between rounds."""
+        """Do nothing: ``generate`` keeps no state between rounds."""
         del slots
 
     def _output(self, ids: torch.Tensor, logits: torch.Tensor) -> GenOutput:
-        """Return one row: ids [n] up to and with the first stop id, logits [n, vocabulary]."""
+        """Return one row. ``ids`` [n] is cut after the first stop id; ``logits`` [n, vocabulary]."""
         tokens = ids.tolist()
         ends = [position for position, token in enumerate(tokens) if token in self.chat.stop_ids]
         count = ends[0] + 1 if ends else len(tokens)
@@ -118,7 +122,7 @@ class TransformersPolicy:
 
 
 def _distinct(prompts: Sequence[Any], group_size: int) -> list[Any]:
-    """Return one prompt per group: TRL hands over each one ``num_generations`` times in a row."""
+    """Return one prompt per group; TRL passes each prompt ``num_generations`` times in a row."""
     groups = [list(prompts[start : start + group_size]) for start in range(0, len(prompts), group_size)]
     if any(group != group[:1] * group_size for group in groups):
         raise ValueError(f"expected each prompt {group_size} times in a row (num_generations)")

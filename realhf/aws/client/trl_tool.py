@@ -1,7 +1,9 @@
-"""Offers the AWS environment as the tool class that TRL's ``GRPOTrainer(environment_factory=AwsToolEnv)`` takes.
+"""The AWS environment as the tool class that TRL's ``GRPOTrainer(environment_factory=AwsToolEnv)``
+takes.
 
-TRL makes one instance per rollout of a generation batch, calls ``reset`` with the row's columns, offers every public
-method as a tool, and asks ``get_reward`` once at the end. Source: docs/reference/environment.md 10.
+TRL creates one instance per rollout of a generation batch, calls ``reset`` with the row's columns,
+offers every public method as a tool, and calls ``get_reward`` once at the end. Source:
+docs/reference/environment.md 10.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from realhf.aws.models import AwsStepResult
 from realhf.env.openenv_client import EnvError
 
 _OUTPUT_CHARS = 2000
+"""Longest output of a command, in characters."""
 _ROW_KEYS = ("task", "task_id", "seed", "chaos")
+"""Dataset columns that are reset arguments."""
 
 
 class AwsToolEnv:
-    """Holds one session and reuses it over episodes; the server is AWS_RL_ENV_URL, its token AWS_RL_ENV_TOKEN. The
-    socket stays open while the trainer optimises; a lost one is opened again by the next ``reset``, never inside an
-    episode."""
+    """One session, reused over episodes. AWS_RL_ENV_URL is the server's address, AWS_RL_ENV_TOKEN
+    its token. The socket stays open while the trainer optimises; a lost session is reopened by the
+    next ``reset``, never within an episode."""
 
     def __init__(self) -> None:
         url = os.environ.get("AWS_RL_ENV_URL") or DEFAULT_URL
@@ -46,7 +50,8 @@ class AwsToolEnv:
         self._playing = self._finished = False
         self._rewards = []
         result = self._start(arguments)
-        self._playing, self._finished = True, result.done
+        self._playing = True
+        self._finished = result.done
         task = result.observation.task
         if task is None:
             return ""

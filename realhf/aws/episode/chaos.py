@@ -1,8 +1,9 @@
-"""Disturbs, silently and at most once in an episode, something that the agent made, to be noticed and repaired.
+"""Chaos: silently disturbs, at most once in an episode, a resource that the agent created. The
+agent has to notice and repair it.
 
-Chaos is rolled after a step that brought progress without finishing, so waiting brings nothing. A disturbance counts
-only when its effect is seen in the simulator's state. Source: docs/reference/environment.md 7 (Chaos) and 8
-(probabilities).
+Chaos is rolled after a step that made progress without finishing, so waiting never triggers it. A
+disturbance counts only if its effect is visible in the simulator's state. Source:
+docs/reference/environment.md 7 (Chaos) and 8 (probabilities).
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ PROBABILITY: Mapping[str, float] = {"warmup": 0.0, "beginner": 0.0, "intermediat
 
 @dataclass(frozen=True)
 class Perturbation:
-    """A request that disturbs what an agent's request made. ``%(name)s`` in values is the resource of the agent's
-    request, ``%(Parameter)s`` one of its parameters, ``%(found)s`` what ``lookup`` (operation, params, path) finds.
-    ``probe`` (operation, params, path) reads what has to be different afterwards."""
+    """A request that disturbs the result of an agent's request. In values, ``%(name)s`` is the
+    resource of the agent's request, ``%(Parameter)s`` one of its parameters, and ``%(found)s`` the
+    result of ``lookup``."""
 
     operation: str
+    """Operation that is sent."""
     params: Mapping[str, Any]
+    """Parameters of that operation, with placeholders."""
     probe: tuple[str, Mapping[str, Any], str]
+    """(operation, params, JMESPath) of a read whose result must differ afterwards."""
     lookup: tuple[str, Mapping[str, Any], str] | None = None
+    """(operation, params, JMESPath) of a read that provides ``%(found)s``."""
 
 
 _BUCKET = {"Bucket": "%(name)s"}
@@ -102,23 +107,29 @@ PERTURBATIONS: Mapping[str, tuple[Perturbation, ...]] = {
         for kind in ("Role", "User")
     },
 }
-"""For each operation of the agent, what may happen to what it made."""
+"""Possible disturbances of the result of each operation of the agent."""
 
 
 @dataclass
 class Chaos:
-    """Disturbs one episode. ``occurred``: something was disturbed; ``broken``: what held before it and not after."""
+    """Chaos of one episode."""
 
     probability: float
+    """Probability of a disturbance at each roll."""
     rng: random.Random
+    """Random generator of this episode."""
     grader: Grader | EndStateGrader
+    """Grader whose satisfied criteria are compared before and after the disturbance."""
     state: StateReader
+    """Client that reads and disturbs the account."""
     occurred: bool = False
+    """Whether a resource was disturbed."""
     broken: frozenset[str] = frozenset()
+    """Criteria that held before the disturbance and not after it."""
 
     def after_progress(self, tracker: Tracker) -> str:
-        """Roll; on a hit disturb one thing and return its service, otherwise "". Raises ConnectionError when the
-        simulator does not answer."""
+        """Roll; on a hit, disturb one resource and return its service, otherwise "". Raises
+        ConnectionError when the simulator does not answer."""
         if self.occurred or self.rng.random() >= self.probability:
             return ""
         held = self.grader.holding()
@@ -131,28 +142,28 @@ class Chaos:
         return ""
 
     def survived(self) -> bool:
-        """Return whether what was broken is whole again."""
+        """Return whether everything that the disturbance broke has been repaired."""
         return bool(self.broken) and self.broken <= self.grader.holding()
 
     def _candidates(self, evidence: Sequence[Evidence]) -> list[tuple[Evidence, Perturbation]]:
         services = self.grader.criteria.named_services
-        found = [
+        candidates = [
             (deed, perturbation)
             for deed in evidence
             if deed.ok and deed.service in services and deed.resource
             for perturbation in PERTURBATIONS.get(deed.operation, ())
         ]
-        self.rng.shuffle(found)
-        return found
+        self.rng.shuffle(candidates)
+        return candidates
 
     def _disturb(self, deed: Evidence, perturbation: Perturbation) -> bool:
-        """Send a disturbance; returns whether its effect is seen."""
+        """Send a disturbance and return whether its effect is visible."""
         values = {**deed.params, "name": deed.resource}
         try:
             if perturbation.lookup:
                 values["found"] = self._read(deed.service, perturbation.lookup, values)
             before = self._read(deed.service, perturbation.probe, values)
-            self.state.call(deed.service, perturbation.operation, _filled(perturbation.params, values))
+            self.state.call(deed.service, perturbation.operation, _fill_placeholders(perturbation.params, values))
             return self._read(deed.service, perturbation.probe, values) != before
         except (StateCallError, KeyError, RecursionError):
             return False
@@ -160,19 +171,19 @@ class Chaos:
     def _read(self, service: str, probe: tuple[str, Mapping[str, Any], str], values: Mapping[str, Any]) -> Any:
         operation, params, path = probe
         try:
-            return jmespath.search(path, self.state.call(service, operation, _filled(params, values)))
+            return jmespath.search(path, self.state.call(service, operation, _fill_placeholders(params, values)))
         except StateCallError:
             return None
 
 
 def chaos_rng(task_id: int, seed: int) -> random.Random:
-    """Return the random generator of an episode's chaos."""
+    """Return the random generator for the chaos of an episode."""
     return random.Random(f"chaos:{task_id}:{seed}")
 
 
-def _filled(value: Any, values: Mapping[str, Any]) -> Any:
+def _fill_placeholders(value: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(value, str):
         return value % values
     if isinstance(value, Mapping):
-        return {key: _filled(item, values) for key, item in value.items()}
-    return [_filled(item, values) for item in value] if isinstance(value, list) else value
+        return {key: _fill_placeholders(item, values) for key, item in value.items()}
+    return [_fill_placeholders(item, values) for item in value] if isinstance(value, list) else value

@@ -1,14 +1,17 @@
-"""Plays one episode: a task set up in a slot's world, commands graded one by one, until achieved or out of steps.
+"""Episode of one task: sets the task up in a slot, runs and grades commands one by one until the
+task is achieved or the steps are used up.
 
-Hints: level 1 names the services, level 2 the operations in order, level 3 shows the commands with ``...`` for every
-value. Names, checks and set-up are never revealed.
+Hints: level 1 lists the services, level 2 the operations in order, level 3 the commands with
+``...`` for every value. Names, checks and set-up are never revealed.
 
-What becomes of a simulator while it executes a command of the agent, or so that it does not answer after one, is the
-agent's doing: the episode ends with the score it had, and cannot be had anew by breaking the account. What happens
-between commands is the environment's, and the episode does not count. An account that nobody can read, in a simulator
-that works, is neither: it is not as the task wants it, which is counted by kind, and the episode goes on.
+If the simulator is lost while it executes a command of the agent, or stops answering after one, the
+agent caused it: the episode ends and keeps its score, so breaking the account does not buy a second
+try. If it is lost between commands, the environment failed and the episode does not count. If the
+simulator works but the account cannot be read, the task counts as not achieved for now, the error
+is counted by kind, and the episode goes on.
 
-Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (hints, end of an episode).
+Source: docs/reference/environment.md 2.1 (observation), 6 (set-up) and 7 (hints, end of an
+episode).
 """
 
 from __future__ import annotations
@@ -49,17 +52,18 @@ from realhf.aws.tasks.captures import fill_setup
 from realhf.aws.tasks.task import Task, TaskError
 
 LEVELS = 3
+"""Number of hint levels."""
 
 
 def is_hint_request(command: str) -> bool:
-    """Return whether a command asks for a hint; any other spelling is a command like others."""
+    """Return whether a command asks for a hint. Any other spelling is an ordinary command."""
     return command.strip() == HINT_COMMAND
 
 
 def hint_text(level: int, criteria: Criteria, solution: Sequence[str]) -> str:
-    """Return the hint of ``level`` 1 to 3; higher levels repeat the last. Operations and their order come from the
-    canonical solution; a task without one is hinted at from its criteria."""
-    skeletons = list(filter(None, map(_skeleton, solution))) or _from_criteria(criteria)
+    """Return the hint of ``level`` 1 to 3; higher levels repeat the last. Operations and their
+    order come from the reference solution, or from the criteria if the task has none."""
+    skeletons = list(filter(None, map(_skeleton, solution))) or _skeletons_from_criteria(criteria)
     operations = [" ".join(skeleton.split()[1:3]) for skeleton in skeletons]
     if level <= 1:
         services = dict.fromkeys(operation.split()[0] for operation in operations)
@@ -87,7 +91,7 @@ def _skeleton(command: str) -> str:
     return " ".join(shown)
 
 
-def _from_criteria(criteria: Criteria) -> list[str]:
+def _skeletons_from_criteria(criteria: Criteria) -> list[str]:
     named = [step.operation for step in criteria.steps] or [criteria.operation]
     skeletons = []
     for operation in filter(None, named):
@@ -100,23 +104,27 @@ def _from_criteria(criteria: Criteria) -> list[str]:
 
 
 class Blame(Enum):
-    """Says whose doing a fault is; UNREADABLE: nobody's, but the account does not show what was asked for."""
+    """Cause of a fault."""
 
     AGENT = "agent"
+    """The agent broke the simulator."""
     ENVIRONMENT = "environment"
+    """The environment failed; the episode does not count."""
     UNREADABLE = "unreadable"
+    """The simulator works, but the account cannot be read."""
 
 
-class Watch:
-    """Watches the simulator of a slot from now on: over a command, or over the reads that grade it."""
+class SimulatorWatch:
+    """Fault attribution for one command, or for the reads that grade it. Create it before they
+    start: it notes how much CPU time the simulator has used."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
         self._worked_s = slot.ministack.worked_s() if slot.simulated else 0.0
 
     def blame(self, error: Exception, *, begun: bool = True) -> Blame:
-        """Say whose doing an error is; ``begun``: whether it came after a command had begun. Blocks until a simulator
-        that did not answer is known to be lost."""
+        """Return the cause of an error. ``begun``: whether a command had started before it. Blocks
+        until a simulator that does not answer is known to be lost."""
         lost = isinstance(error, SimulatorLost | ConnectionError)
         if not begun:
             return Blame.ENVIRONMENT
@@ -130,12 +138,14 @@ class Watch:
             return Blame.ENVIRONMENT
         if not isinstance(error, SimulatorLost) and simulator.alive() and (not lost or simulator.healthy()):
             return Blame.UNREADABLE
-        return Blame.ENVIRONMENT if idle else Blame.AGENT  # nothing inside it can keep all of it from running
+        # A simulator that used no CPU time was suspended from outside: an agent's command cannot suspend it.
+        return Blame.ENVIRONMENT if idle else Blame.AGENT
 
 
 def unreadable_kind(error: Exception) -> str:
-    """Return a word for why an account could not be read: an ``answer`` that is too large or cannot be decoded, a
-    ``service`` that answered with an error, ``silence`` where others are answered, a ``grader`` that failed."""
+    """Return why an account could not be read: "answer" (too large or undecodable), "service" (an
+    error answer), "silence" (no answer to this call while others are answered) or "grader" (the
+    grader failed)."""
     if isinstance(error, UnreadableAnswer | SnapshotError):
         return "answer"
     if isinstance(error, StateCallError):
@@ -144,37 +154,45 @@ def unreadable_kind(error: Exception) -> str:
 
 
 DEFAULT_MAX_STEPS = 15
-NOT_RUNNING, FINISHED = "no episode is running; call reset first", "episode finished; call reset"
+"""Most commands of an episode by default."""
+NOT_RUNNING = "no episode is running; call reset first"
+FINISHED = "episode finished; call reset"
 _LOG = logging.getLogger(__name__)
 LOST = "the account does not answer any more after this command; the episode is over"
+"""Error text of the observation after a command that broke the simulator."""
 
 
 class EpisodeError(RuntimeError):
-    """The environment failed; what the agent did is not to be judged by it. The text holds no paths and no criteria."""
+    """The environment failed, so the agent must not be scored. The text contains no paths and no
+    criteria."""
 
 
 @dataclass(frozen=True)
 class StepData:
-    """Holds what reset and step return: the observation of docs/reference/environment.md 2.1, its reward (0.0 after
-    reset) and done."""
+    """Result of ``Episode.reset`` and ``Episode.step``."""
 
     observation: dict[str, Any]
+    """The observation of docs/reference/environment.md 2.1."""
     reward: float
+    """Reward of the step; 0.0 after reset."""
     done: bool
+    """Whether the episode is over."""
 
 
 class Episode:
-    """Plays tasks in one slot, one episode after the other. ``reward_mode``: see ``reward``; ``chaos``: whether it may
-    disturb an episode that does not say itself. Use from one thread at a time."""
+    """Plays tasks in one slot, one episode after another. ``reward_mode``: see ``RewardMeter``.
+    ``chaos``: whether disturbances are allowed by default. Not thread-safe."""
 
     def __init__(
         self, slot: Slot, max_steps: int = DEFAULT_MAX_STEPS, *, reward_mode: str = "potential", chaos: bool = False
     ) -> None:
-        self._slot, self._max_steps = slot, max_steps
-        self._reward_mode, self._may_disturb = reward_mode, chaos
-        self._forget()
+        self._slot = slot
+        self._max_steps = max_steps
+        self._reward_mode = reward_mode
+        self._chaos_by_default = chaos
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self._task: Task | None = None
         self._world: World | None = None
         self._tracker = Tracker()
@@ -189,13 +207,13 @@ class Episode:
 
     @property
     def slot(self) -> Slot:
-        """The slot that it plays in."""
+        """The slot in which the episode is played."""
         return self._slot
 
     @property
     def done(self) -> bool:
-        """Whether the episode is over: the task is achieved, a command was the end of the simulator, or the steps are
-        used up."""
+        """Whether the episode is over: the task is achieved, a command broke the simulator, or the
+        steps are used up."""
         return self._achieved or self._lost or self._steps >= self._max_steps
 
     def reset(
@@ -207,11 +225,11 @@ class Episode:
         chaos: bool | None = None,
         drifts: Sequence[int] | None = None,
     ) -> StepData:
-        """Empty the world, set the task up and start. ``seed`` (default: the task's) decides the simulator's random
-        ids, drifts and chaos; ``chaos`` whether there may be any (None: as the episode was made); ``drifts`` names
-        the drifts by their places instead of drawing them. Raises TaskError for a task that makes no sense,
-        EpisodeError when its world cannot be built."""
-        self._forget()
+        """Empty the account, set up the task and start. ``seed`` (default: the task's) decides the
+        simulator's random ids, drifts and chaos. ``chaos`` allows disturbances (None: the default
+        of this object). ``drifts`` lists the drifts by index instead of drawing them. Raises
+        TaskError for an invalid task, EpisodeError when its world cannot be built."""
+        self._clear()
         by_end_state = is_graded_by_end_state(task)
         if not by_end_state:
             parse_criteria(task.success)
@@ -240,19 +258,22 @@ class Episode:
             raise EpisodeError(str(error)) from error
         except ConnectionError as error:
             raise EpisodeError(f"the account cannot be read: {type(error).__name__}") from error
-        if self._slot.simulated and (self._may_disturb if chaos is None else chaos):
+        if self._slot.simulated and (self._chaos_by_default if chaos is None else chaos):
             self._chaos = Chaos(PROBABILITY[task.tier], chaos_rng(task.task_id, seed), self._grader, state)
         self._changes = AccountChanges(world.present)
         self._inventory = Inventory(self._slot.state, criteria.named_services | {made for made, _ in world.present})
-        self._task, self._world = world.task, world
+        self._task = world.task
+        self._world = world
         self._episode_id = episode_id or uuid.uuid4().hex
         return StepData(self._observation(None, ""), 0.0, False)
 
     def step(self, command: str) -> StepData:
-        """Run one command and grade it. After the end nothing is executed. A command that is the end of the simulator
-        ends the episode with the score it had; after one that leaves an account which cannot be read, the score stays
-        and the task is not achieved (``blame`` decides). Raises EpisodeError before the first reset or when a real
-        account cannot be read, SimulatorLost for a simulator that was lost before the command."""
+        """Run one command and grade it. After the end of the episode nothing is executed. A command
+        that breaks the simulator ends the episode with its current score; after a command that
+        leaves an unreadable account, the score stays and the task is not achieved
+        (``SimulatorWatch.blame`` decides). Raises EpisodeError before the first reset or when a
+        real account cannot be read, SimulatorLost for a simulator that was lost before the command.
+        """
         if self._task is None or self._grader is None:
             raise EpisodeError(NOT_RUNNING)
         if self.done:
@@ -260,24 +281,25 @@ class Episode:
         self._steps += 1
         if is_hint_request(command):
             return self._hint()
-        watch = Watch(self._slot)
+        watch = SimulatorWatch(self._slot)
         try:
             result = self._slot.executor.run(command)
         except SimulatorLost as error:
             if watch.blame(error, begun=error.by_command) is Blame.ENVIRONMENT:
                 raise
-            return self._end_with_the_simulator()
+            return self._end_lost()
         rollbacks = self._tracker.rollbacks
-        added = self._tracker.record(command, result)
-        self._changes.record(added)
-        for deed in added:
+        evidence = self._tracker.record(command, result)
+        self._changes.record(evidence)
+        for deed in evidence:
             self._inventory.touch(deed.service, changed=not deed.reads)
         if result.lost:
             self._inventory.forget()
-        before, reward = self._meter.progress, None
-        watch = Watch(self._slot)
+        before = self._meter.progress
+        reward = None
+        watch = SimulatorWatch(self._slot)
         try:
-            grade = self._grader.evaluate(added, lost=result.lost or self._unread)
+            grade = self._grader.evaluate(evidence, lost=result.lost or self._unread)
             self._unread = False
             self._achieved = grade.achieved
             if not self._grader.lost_ground:
@@ -285,8 +307,8 @@ class Episode:
             if grade.progress > before:
                 self._tracker.record_progress()
             reward = self._reward(grade.progress)
-            rolls = self._chaos is not None and self._meter.progress > before and not self.done
-            if self._chaos and rolls and (disturbed := self._chaos.after_progress(self._tracker)):
+            may_disturb = self._chaos is not None and self._meter.progress > before and not self.done
+            if self._chaos and may_disturb and (disturbed := self._chaos.after_progress(self._tracker)):
                 self._grader.excuse()
                 self._inventory.touch(disturbed, changed=True)
         except (TargetError, TaskError) as error:
@@ -296,29 +318,32 @@ class Episode:
             if blame is Blame.ENVIRONMENT:
                 raise EpisodeError(f"the account cannot be read: {type(error).__name__}") from error
             if blame is Blame.AGENT:
-                return self._end_with_the_simulator()
+                return self._end_lost()
             self._note_unreadable(error)
             reward = self._reward(before) if reward is None else reward
         return StepData(self._observation(result, ""), reward, self.done)
 
     def _note_unreadable(self, error: Exception) -> None:
-        """Note that nobody knows what the account is now: it is read again after the next command, whatever that is."""
-        self._unread, self._achieved, self._unreadable = True, False, unreadable_kind(error)
+        """Record that the account is unknown; it is read again after the next command of any kind."""
+        self._unread = True
+        self._achieved = False
+        self._unreadable = unreadable_kind(error)
         fault = error if self._unreadable == "grader" else None
         _LOG.warning("an account cannot be graded (%s): %s", self._unreadable, type(error).__name__, exc_info=fault)
 
-    def _end_with_the_simulator(self) -> StepData:
-        self._lost, self._achieved = True, False
+    def _end_lost(self) -> StepData:
+        self._lost = True
+        self._achieved = False
         return StepData(self._observation(None, LOST), self._meter.standstill(), True)
 
     @property
     def setup_answers(self) -> tuple[Mapping[str, Any], ...]:
-        """What the calls of the set-up answered, for the captures of a solution; () before a reset."""
+        """Answers to the set-up calls, for the captures of a solution; () before a reset."""
         return self._world.answers if self._world else ()
 
     def fill(self, commands: Sequence[str]) -> list[str]:
-        """Commands of this task with the captures of its set-up filled. Raises EpisodeError before a reset,
-        CaptureError for a capture that finds nothing."""
+        """Return commands of this task with the captures of its set-up filled in. Raises
+        EpisodeError before a reset, CaptureError for a capture without a value."""
         if self._world is None:
             raise EpisodeError(NOT_RUNNING)
         return fill_setup(list(commands), self._world.answers)
@@ -348,8 +373,9 @@ class Episode:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the session's state as docs/reference/environment.md 2.1 shows it, including the inventory of the
-        services touched or named. Chaos is admitted when the episode is over."""
+        """Return the session's state in the format of docs/reference/environment.md 2.1, including
+        the inventory of the services that were touched or named. Chaos is revealed only after the
+        end of the episode."""
         return {
             "episode_id": self._episode_id or None,
             "step_count": self._steps,
@@ -367,7 +393,8 @@ class Episode:
         }
 
     def inventory(self) -> dict[str, dict[str, list[str]]]:
-        """Return, by service and type, the names of what is in the account; {} where the simulator does not answer."""
+        """Return the names of the resources in the account by service and type; {} when the
+        simulator does not answer."""
         if self._lost:
             return {}
         try:
@@ -392,24 +419,25 @@ class Episode:
             "refusal": result.refusal if result else None,
             "steps_left": 0 if self._lost else max(0, self._max_steps - self._steps),
         }
-        changes = self._changes.described(self._tracker.disturbances if self.done else ())
-        rarely = {
+        changes = self._changes.describe(self._tracker.disturbances if self.done else ())
+        optional = {
             "account_changes": changes,
             "account_key": self._account_key(),
             "simulator_lost": self._lost,
             "account_unreadable": self._unreadable,
         }
-        return observation | {name: value for name, value in rarely.items() if value}
+        return observation | {name: value for name, value in optional.items() if value}
 
     def _account_key(self) -> str:
-        """Return a digest of the account, "" where it is not known as a whole: on a real one, where the task is not
-        graded by it, and after a command that left it unreadable."""
+        """Return a digest of the account. Returns "" if the whole account is not known: on a real
+        account, for a task that is not graded by its end state, and after a command that left the
+        account unreadable."""
         hidden = self._lost or self._unread or not self._slot.simulated
         return "" if hidden or not isinstance(self._grader, EndStateGrader) else self._grader.state_key
 
 
 def masked_task(task: Task | None) -> dict[str, Any] | None:
-    """Return all that an agent ever learns about its task (layer 3, grader invisibility)."""
+    """Return everything that an agent may know about its task (layer 3, grader invisibility)."""
     if task is None:
         return None
     shown = {"task_id": task.task_id, "difficulty": task.tier, "description": task.description}

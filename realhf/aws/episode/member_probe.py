@@ -1,8 +1,8 @@
-"""Finds out which members of a request a simulator keeps: a request is sent with two values of a member, each in the
-same world, and the accounts that it leaves are compared.
+"""Probing of request members: finds out which members of a request a simulator stores. A request is
+sent with two values of a member, each in the same world, and the resulting accounts are compared.
 
-The worlds are those of our own tasks: an operation is probed where a set-up, a solution or a play sends it. A *site* is
-such a place; the request that is sent there is the one that is varied.
+The worlds are those of our tasks: an operation is probed where a set-up, a solution or a play sends
+it. A *site* is such a place; the request sent there is the one that is varied.
 """
 
 from __future__ import annotations
@@ -60,38 +60,49 @@ DEEPEST = 9
 MOST_VALUES = 6
 """Most values of a member that are tried until two are accepted."""
 _ENOUGH = 4
-"""Accepted values that have to leave the same account, until a member counts as not kept: two may mean the same."""
+"""Accepted values that must leave the same account before a member counts as not stored; two values
+alone may mean the same."""
 _SENT_BY_ONE = 25
 """Requests after which a simulator is replaced."""
 _MOST_SITES = 5
-"""Sites at which one operation is probed, each of which sends members that those before it do not."""
+"""Most sites at which one operation is probed; each sends members that the previous ones do not."""
 _MOST_FAILED = 8
-"""Sites that may refuse, until an operation counts as one that cannot be probed."""
+"""Sites that may fail before an operation counts as impossible to probe."""
 _TRIES = 2
-"""Simulators that a request may be the end of, until it counts as refused."""
+"""Simulators that a request may break before it counts as refused."""
 _NAMING = re.compile(r"(name|id|identifier|arn|url|bucket|key|keyid)$", re.IGNORECASE)
+"""Endings of members that contain names."""
 _DOCUMENTS = frozenset({"policy", "resourcepolicy", "template"})
-"""Members that end the name of an operation, as PutBucketPolicy, and name nothing."""
+"""Members that end the name of an operation, as in PutBucketPolicy, but do not name a resource."""
 _MAKES = re.compile(r"(Create|Register|Run|Allocate|Request)")
+"""Prefixes of operations that create a resource."""
 _SERVICES = {"s3api": "s3"}
-"""botocore's names of services that the command line calls otherwise."""
+"""botocore's names of services that the command line calls differently."""
 _ID = re.compile(r"(?<=-)[0-9a-f]{8,17}$")
+"""Generated part of an id."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Holds a place where a request is sent: the ``task`` whose set-up leads there, the operation ("service:Operation")
-    and its parameters. A resource that a stack declares is a request, too: its operation is its type, its parameters
-    are its properties, ``stack`` the request that declares it and ``name`` what it is called in there."""
+    """A place where a request is sent.
+
+    A resource declared in a stack is also a request: its operation is its type and its parameters
+    are its properties.
+    """
 
     task: Task
+    """Task whose set-up leads to the place."""
     operation: str
+    """"service:Operation", or a CloudFormation type."""
     params: Mapping[str, Any]
+    """Parameters of the request."""
     stack: Mapping[str, Any] = field(default_factory=dict)
+    """Request that declares the resource; {} for an ordinary request."""
     name: str = ""
+    """Logical name of the resource in that stack."""
 
     def request(self, params: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-        """Return the operation and the parameters that are sent where ``params`` take the place of the site's."""
+        """Return the operation and the parameters to send when ``params`` replace the site's own."""
         if not self.stack:
             return self.operation, params
         template = parse_template(self.stack)
@@ -101,13 +112,15 @@ class Site:
 
 @dataclass
 class Corpus:
-    """Collects sites by operation, and what values members have in them."""
+    """Sites by operation, and the values of members that occur in them."""
 
     sites: dict[str, list[Site]] = field(default_factory=dict)
+    """Sites by operation."""
     values: dict[str, list[Any]] = field(default_factory=dict)
+    """Values by member name."""
 
     def add(self, site: Site) -> None:
-        """Take in a site, and those of the resources that it declares."""
+        """Add a site, and those of the resources that it declares."""
         if site.operation == STACK:
             for name, held in parse_template(site.params).get("Resources", {}).items():
                 if isinstance(held, dict) and isinstance(held.get("Properties"), dict):
@@ -131,8 +144,8 @@ def _at(value: Any, path: MemberPath) -> Any:
 
 
 def collect(slot: Slot, templates: Sequence[Template], plays: Mapping[int, Sequence[Mapping[str, Any]]]) -> Corpus:
-    """Play set-ups, drifts, solutions, wrong habits and ``plays`` (as ``written_plays`` returns them) of the templates,
-    and return where each write was sent."""
+    """Play set-ups, drifts, solutions, wrong habits and ``plays`` (from ``written_plays``) of the
+    templates, and return where each write was sent."""
     corpus = Corpus()
     for template in templates:
         slot.respawn()
@@ -161,7 +174,7 @@ def _record_setup(slot: Slot, base: Task, corpus: Corpus) -> None:
 
 
 def _record(slot: Slot, base: Task, script: Sequence[str], corpus: Corpus) -> None:
-    """Play a script and note the first write of each command that succeeds."""
+    """Play a script and record the first write of each successful command."""
     try:
         world = build_world(slot, base, base.seed)
         lines = fill_setup(list(script), world.answers)
@@ -182,13 +195,13 @@ def _record(slot: Slot, base: Task, script: Sequence[str], corpus: Corpus) -> No
 
 
 def written_plays(files: Iterable[Path]) -> dict[int, list[Mapping[str, Any]]]:
-    """Return the entries of files of plays, by task: maps from a number to lists of entries with ``commands``, or what
-    they ``change`` in the solution."""
-    found: dict[int, list[Mapping[str, Any]]] = {}
+    """Return the entries of files of plays, by task. An entry has ``commands``, or the text that it
+    would ``change`` in the solution."""
+    entries: dict[int, list[Mapping[str, Any]]] = {}
     for file in files:
         for task_id, kinds in (yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader) or {}).items():
-            found.setdefault(int(task_id), []).extend(entry for listed in kinds.values() for entry in listed)
-    return found
+            entries.setdefault(int(task_id), []).extend(entry for listed in kinds.values() for entry in listed)
+    return entries
 
 
 def _script(entry: Mapping[str, Any], task: Task) -> list[str]:
@@ -203,48 +216,52 @@ def _script(entry: Mapping[str, Any], task: Task) -> list[str]:
 
 def served_writes() -> list[str]:
     """Return the write operations that an agent may use, as "service:Operation"."""
-    found = []
+    operations = []
     for service, commands in sorted(ALLOWED.items()):
         for name in sorted(operation_models(_SERVICES.get(service, service))) if service != "s3" else ():
             if xform_name(name, "-") in commands and not is_read(f":{name}"):
-                found.append(f"{_SERVICES.get(service, service)}:{name}")
-    return found
+                operations.append(f"{_SERVICES.get(service, service)}:{name}")
+    return operations
 
 
 class ProbeError(RuntimeError):
-    """An operation cannot be probed; the text says why."""
+    """An operation cannot be probed; the text states the reason."""
 
 
 class Prober:
-    """Probes the members of one operation at a site, on a slot. Raises ProbeError where a request that was accepted
-    once is not, or does not leave the same account twice."""
+    """Probes the members of one operation at a site, on a slot. Raises ProbeError if the original
+    request is not accepted again, or does not leave the same account twice."""
 
     def __init__(self, slot: Slot, site: Site, corpus: Corpus, notes: Notes) -> None:
-        self._slot, self.site, self._corpus, self._notes = slot, site, corpus, notes
+        self._slot = slot
+        self.site = site
+        self._corpus = corpus
+        self._notes = notes
         self.shape = type_shape(site.operation, site.params) if site.stack else input_shape(site.operation)
         self.about = about_of(site.operation, self.shape, site.params)
         self._digests: dict[str, str | None] = {}
         self.sent = 0
         """Requests that were sent."""
-        first = self._left(site.params)
+        first = self._digest_after(site.params)
         if first is None or self._send(site.params) != first:
             raise ProbeError("the same request does not leave the same account twice" if first else "is not accepted")
 
     def members(self) -> dict[MemberPath, str]:
-        """Return what becomes of each member, by path; what is the same for all of a structure is said of it once."""
-        found: dict[MemberPath, str] = {}
+        """Return the fate of each member, by path; a fate that is common to a whole structure is
+        listed once."""
+        fates: dict[MemberPath, str] = {}
         for name, member in self.shape.members.items():
             if name in self.about:
-                found[name,] = NAMES
+                fates[name,] = NAMES
             else:
-                found |= self.fates(self.site.params, (name,), member, ())
-        return found
+                fates |= self.fates(self.site.params, (name,), member, ())
+        return fates
 
     def fates(
         self, params: Mapping[str, Any], path: MemberPath, shape: Any, above: tuple[str, ...] = ()
     ) -> dict[MemberPath, str]:
-        """Return the fates below a path of these parameters, joined where they are all the same."""
-        known = self._known(path, shape)
+        """Return the fates below a path of these parameters, merged if they are all the same."""
+        known = self._noted_fate(path, shape)
         if known:
             return {path: known}
         inner = _inner(shape, _at(params, path))
@@ -253,8 +270,10 @@ class Prober:
         if shape.name in above or len(path) >= DEEPEST:
             return {path: f"{NOT_PROBED}: deeper than anybody writes"}
         if _at(params, path) is None:
-            filled = [_with(params, self.shape, path, self._full(path, shape, number, ())) for number in range(2)]
-            left = [self._left(one) for one in (params, *filled)]
+            filled = [
+                _replace_at(params, self.shape, path, self._full_value(path, shape, number, ())) for number in range(2)
+            ]
+            left = [self._digest_after(one) for one in (params, *filled)]
             if left[0] is not None and left.count(left[0]) == len(left):
                 return {path: NOT_KEPT}
             params = next((one for one, digest in zip(filled, left[1:], strict=True) if digest is not None), params)
@@ -264,9 +283,10 @@ class Prober:
         fates = set(found.values())
         return {path: fates.pop()} if len(fates) == 1 and DEFAULT not in fates else found
 
-    def _known(self, path: MemberPath, shape: Any) -> str:
-        """Return the fate that the notes tell."""
-        operation, text = self.site.operation, format_path(path)
+    def _noted_fate(self, path: MemberPath, shape: Any) -> str:
+        """Return the fate according to the notes, "" if they have none."""
+        operation = self.site.operation
+        text = format_path(path)
         if self._notes.steers(operation, text) or shape.metadata.get("idempotencyToken"):
             return STEERS
         if self._notes.is_text(operation, text):
@@ -276,7 +296,7 @@ class Prober:
     def _fate(self, params: Mapping[str, Any], path: MemberPath, shape: Any) -> str:
         digests: list[str] = []
         for value in self._values(path, shape, _at(params, path)):
-            digest = self._left(_with(params, self.shape, path, value))
+            digest = self._digest_after(_replace_at(params, self.shape, path, value))
             if digest is not None:
                 digests.append(digest)
             if len(set(digests)) == 2 or len(digests) == _ENOUGH:
@@ -286,7 +306,7 @@ class Prober:
         is_name = shape.type_name == "string" and not _choices(shape) and _NAMING.search(path[-1]) is not None
         if len(digests) == 1 and not is_name and (meant is None or _at(params, path) != meant):
             # A name of the only thing there says no more than what is said already, and a default is no other value.
-            without = self._left(_without(params, path))
+            without = self._digest_after(_remove_at(params, path))
             # What a change leaves out stays as it is, which may be the value that was sent.
             makes = self.site.stack or _MAKES.match(self.site.operation.rpartition(":")[2])
             if without is not None and (without != digests[0] or makes):
@@ -297,32 +317,32 @@ class Prober:
             return KEPT
         return DEFAULT if place in self._notes.defaults else NOT_KEPT
 
-    def _full(self, path: MemberPath, shape: Any, number: int, above: tuple[str, ...]) -> Any:
+    def _full_value(self, path: MemberPath, shape: Any, number: int, above: tuple[str, ...]) -> Any:
         if shape.type_name == "structure":
             if shape.name in above or len(path) >= DEEPEST:
                 return {}
             return {
-                name: self._full((*path, name), member, number, (*above, shape.name))
+                name: self._full_value((*path, name), member, number, (*above, shape.name))
                 for name, member in shape.members.items()
             }
         if shape.type_name == "list":
-            return [self._full((*path, ELEMENT), shape.member, number, above)]
+            return [self._full_value((*path, ELEMENT), shape.member, number, above)]
         if shape.type_name == "map":
             key = (_choices(shape.key) or ["other"])[0]
-            return {key: self._full((*path, key), shape.value, number, above)}
+            return {key: self._full_value((*path, key), shape.value, number, above)}
         values = self._values(path, shape, None)
         return values[number % len(values)]
 
     def _values(self, path: MemberPath, shape: Any, sent: Any) -> list[Any]:
-        """Return values to try, the one that is sent first."""
+        """Return values to try, the original one first."""
         name = next(step for step in reversed(path) if step != ELEMENT)
-        found = [] if sent is None else [sent]
-        found += _examples(name, shape, self._corpus.values.get(name, []), sent)
-        found = [*{json.dumps(value, default=repr): value for value in found}.values()]
-        return found[: max(MOST_VALUES, len(_choices(shape)))]
+        values = [] if sent is None else [sent]
+        values += _examples(name, shape, self._corpus.values.get(name, []), sent)
+        values = [*{json.dumps(value, default=repr): value for value in values}.values()]
+        return values[: max(MOST_VALUES, len(_choices(shape)))]
 
-    def _left(self, params: Mapping[str, Any]) -> str | None:
-        """Return a digest of the account that a request leaves; None where it is not accepted."""
+    def _digest_after(self, params: Mapping[str, Any]) -> str | None:
+        """Return a digest of the account that a request leaves; None if it is not accepted."""
         key = json.dumps(params, sort_keys=True, default=repr)
         if key not in self._digests:
             self._digests[key] = self._send(params)
@@ -352,10 +372,10 @@ class Prober:
         except StateCallError:
             return None
         after = take_snapshot(self._slot)
-        return state_digest(*(map(_without_stacks, (before, after)) if self.site.stack else (before, after)))
+        return state_digest(*(map(_drop_stacks, (before, after)) if self.site.stack else (before, after)))
 
     def _is_complete(self, stack: str) -> bool:
-        """Return whether a stack comes to be. Raises StateCallError."""
+        """Return whether a stack is created successfully. Raises StateCallError."""
         deadline = process_clock.now() + _STACK_S
         while True:
             (found,) = self._slot.state.call("cloudformation", "DescribeStacks", {"StackName": stack})["Stacks"]
@@ -364,21 +384,22 @@ class Prober:
             time.sleep(0.01)
 
 
-def _without_stacks(account: Snapshot) -> Snapshot:
-    """Return an account without its stacks, which keep their templates whatever comes of them."""
+def _drop_stacks(account: Snapshot) -> Snapshot:
+    """Return an account without its stacks, which store their templates in any case."""
     return Snapshot({key: held for key, held in account.resources.items() if key[0] != "cloudformation"})
 
 
 def input_shape(operation: str) -> Any:
-    """Return what botocore's model says of the parameters of an operation."""
+    """Return the shape of the parameters of an operation in botocore's model."""
     model = operation_model(operation)
     return model.input_shape if model is not None and model.input_shape is not None else _plain_shape({})
 
 
 def type_shape(kind: str, properties: Mapping[str, Any]) -> Any:
-    """Return a shape of the properties of a type of resource: those of the operation that makes one, which are named
-    alike, and what a template has besides."""
-    service, noun = service_of(kind), kind.rpartition("::")[2]
+    """Return a shape of the properties of a resource type: those of the operation that creates one,
+    which have the same names, and any others in the template."""
+    service = service_of(kind)
+    noun = kind.rpartition("::")[2]
     models = (operation_model(f"{service}:{verb}{noun}") for verb in ("Create", "Put", "Request", ""))
     model = next((model for model in models if model is not None), None)
     known = _capital(model.input_shape, 0).members if model is not None and model.input_shape is not None else {}
@@ -389,7 +410,7 @@ def type_shape(kind: str, properties: Mapping[str, Any]) -> Any:
 
 
 def _capital(shape: Any, depth: int) -> Any:
-    """Return a shape with the names of its members as CloudFormation writes them."""
+    """Return a shape with member names in CloudFormation's spelling."""
     kind = shape.type_name
     if kind == "list":
         return SimpleNamespace(type_name=kind, name=shape.name, metadata={}, member=_capital(shape.member, depth + 1))
@@ -402,15 +423,17 @@ def _capital(shape: Any, depth: int) -> Any:
 
 
 def _plain_shape(value: Any) -> Any:
-    """Return a shape that a value has."""
+    """Return a shape that matches a value."""
     found = SimpleNamespace(name=repr(value)[:200], metadata={}, type_name="string")
     if isinstance(value, Mapping):
-        found.type_name, found.required_members = "structure", ()
+        found.type_name = "structure"
+        found.required_members = ()
         found.members = {str(name): _plain_shape(item) for name, item in value.items()}
         if len(value) == 1 and next(iter(found.members)).startswith(("Ref", "Fn::")):
             found.type_name = "string"
     elif isinstance(value, list):
-        found.type_name, found.member = "list", _plain_shape(value[0] if value else "")
+        found.type_name = "list"
+        found.member = _plain_shape(value[0] if value else "")
     elif isinstance(value, bool):
         found.type_name = "boolean"
     elif isinstance(value, int):
@@ -419,14 +442,15 @@ def _plain_shape(value: Any) -> Any:
 
 
 def about_of(operation: str, shape: Any, params: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the members that name what a request is about: by the ends of their names, or as the operation calls it,
-    as ``service`` in UpdateService."""
+    """Return the members that name the subject of a request, by the ends of their names or by the
+    name of the operation, such as ``service`` in UpdateService."""
     own, _ = identifying_parameter(service_of(operation), params)
     name = operation.rpartition(":")[2]
     of_stack = operation.startswith("AWS::")
     makes = of_stack or _MAKES.match(name)
     noun = _MAKES.sub("", name, count=1).lower() if makes else name.lower()
-    required, optional = [], []
+    required = []
+    optional = []
     for member, inner in shape.members.items():
         is_name = _NAMING.search(member) or name.lower().endswith(member.lower())
         if inner.type_name != "string" or _choices(inner) or not is_name or member.lower() in _DOCUMENTS:
@@ -441,7 +465,8 @@ def about_of(operation: str, shape: Any, params: Mapping[str, Any]) -> tuple[str
 
 
 def _inner(shape: Any, sent: Any) -> dict[str, Any]:
-    """Return the members of a structure, the element of a list, the values of a map; none of a leaf."""
+    """Return the members of a structure, the element of a list, or the values of a map; {} for a
+    leaf."""
     if shape.type_name == "structure":
         return dict(shape.members)
     if shape.type_name == "list":
@@ -457,7 +482,7 @@ def _choices(shape: Any) -> list[str]:
 
 
 def _examples(name: str, shape: Any, seen: Sequence[Any], sent: Any) -> list[Any]:
-    """Return values that a leaf of this shape may have."""
+    """Return possible values for a leaf of this shape."""
     kind = shape.type_name
     if kind == "boolean":
         return [True, False]
@@ -489,29 +514,31 @@ def _texts(name: str, sent: Any) -> list[str]:
     return [*changed, "other", "another", "1", "2"]
 
 
-def _with(params: Mapping[str, Any], shape: Any, path: MemberPath, value: Any) -> dict[str, Any]:
-    """Return parameters with a value at a path; what lies above it is made, with what it must have."""
-    return _put(params, shape, path, value)
+def _replace_at(params: Mapping[str, Any], shape: Any, path: MemberPath, value: Any) -> dict[str, Any]:
+    """Return parameters with a value at a path; missing structures above it are created with their
+    required members."""
+    return _set_at(params, shape, path, value)
 
 
-def _put(held: Any, shape: Any, path: MemberPath, value: Any) -> Any:
+def _set_at(held: Any, shape: Any, path: MemberPath, value: Any) -> Any:
     if not path:
         return value
-    step, rest = path[0], path[1:]
+    step = path[0]
+    rest = path[1:]
     if shape.type_name == "list":
         items = list(held) if isinstance(held, list) else []
         first = items[0] if items else None
-        return [_put(first, shape.member, rest, value), *items[1:]]
+        return [_set_at(first, shape.member, rest, value), *items[1:]]
     if shape.type_name == "map":
         known = dict(held) if isinstance(held, Mapping) else {}
         key = "other" if step == ANY else step
-        return {**known, key: _put(known.get(key), shape.value, rest, value)}
+        return {**known, key: _set_at(known.get(key), shape.value, rest, value)}
     known = dict(held) if isinstance(held, Mapping) else _least(shape)
-    return {**known, step: _put(known.get(step), shape.members[step], rest, value)}
+    return {**known, step: _set_at(known.get(step), shape.members[step], rest, value)}
 
 
 def _least(shape: Any, depth: int = 0) -> Any:
-    """Return the smallest value of a shape."""
+    """Return the smallest valid value of a shape."""
     if depth > DEEPEST:
         return {}
     if shape.type_name == "structure":
@@ -523,21 +550,22 @@ def _least(shape: Any, depth: int = 0) -> Any:
     return _examples(shape.name, shape, (), None)[0]
 
 
-def _without(params: Any, path: MemberPath) -> Any:
-    """Return parameters without what is at a path."""
-    step, rest = path[0], path[1:]
+def _remove_at(params: Any, path: MemberPath) -> Any:
+    """Return parameters without the value at a path."""
+    step = path[0]
+    rest = path[1:]
     if step == ELEMENT:
         items = list(params) if isinstance(params, list) else []
-        return [_without(items[0], rest), *items[1:]] if items and rest else items[1:]
+        return [_remove_at(items[0], rest), *items[1:]] if items and rest else items[1:]
     if not isinstance(params, Mapping) or step not in params:
         return params
     if not rest:
         return {name: item for name, item in params.items() if name != step}
-    return {**params, step: _without(params[step], rest)}
+    return {**params, step: _remove_at(params[step], rest)}
 
 
 def _as_shape(value: Any, shape: Any) -> Any:
-    """Return recorded parameters as botocore takes them: bytes where the model says so."""
+    """Return recorded parameters in botocore's types: bytes for binary members."""
     kind = getattr(shape, "type_name", "")
     if kind == "structure" and isinstance(value, Mapping):
         return {name: _as_shape(item, shape.members.get(name)) for name, item in value.items()}
@@ -548,8 +576,8 @@ def _as_shape(value: Any, shape: Any) -> Any:
     return value.encode() if kind == "blob" and isinstance(value, str) else value
 
 
-def ranked_sites(sites: Sequence[Site]) -> list[Site]:
-    """Return the sites, those first that send the most members."""
+def rank_sites(sites: Sequence[Site]) -> list[Site]:
+    """Return the sites, those that send the most members first."""
     return sorted(sites, key=lambda site: -len(_sent_paths(site)))
 
 
@@ -558,14 +586,14 @@ def _sent_paths(site: Site) -> set[MemberPath]:
 
 
 def versions() -> dict[str, str]:
-    """Return what a table holds for."""
+    """Return the versions for which a table is valid."""
     return {name: metadata.version(name) for name in ("ministack", "botocore")}
 
 
-def joined(tables: Sequence[tuple[Site, Mapping[MemberPath, str]]]) -> dict[str, str]:
-    """Return one table of several sites of an operation. Of a member those sites speak that send it, where one of them
-    could probe it; what one of them does not keep is not kept, and what one keeps that another could not probe is
-    kept."""
+def merge_tables(tables: Sequence[tuple[Site, Mapping[MemberPath, str]]]) -> dict[str, str]:
+    """Merge the tables of several sites of an operation. For a member, the table of a site that
+    sends it and could probe it has priority. "Not kept" at one site wins over "kept" at another;
+    "kept" wins over "not probed"."""
     found: dict[MemberPath, tuple[int, str]] = {}
     for site, table in tables:
         for path, fate in table.items():
@@ -584,9 +612,9 @@ _EMPTY = Task(task_id=0, template="empty", tier="warmup", seed=0, description=""
 _NOT_SENT = "no set-up, solution or play of a task sends it"
 
 
-def _made_up(operation: str) -> list[Site]:
-    """Return a site in an empty account for an operation that nobody sends: the smallest request, where it makes
-    something."""
+def _synthetic_sites(operation: str) -> list[Site]:
+    """Return a site in an empty account for an operation that no task sends: the smallest request,
+    if the operation creates something."""
     if not _MAKES.match(operation.partition(":")[2]):
         return []
     return [Site(_EMPTY, operation, _least(input_shape(operation)))]
@@ -603,7 +631,7 @@ def probe(slot: Slot, operation: str, corpus: Corpus, notes: Notes) -> dict[str,
     covered: set[MemberPath] = set()
     problem = _NOT_SENT
     failed = 0
-    for site in ranked_sites(known) or _made_up(operation):
+    for site in rank_sites(known) or _synthetic_sites(operation):
         if probers and _sent_paths(site) <= covered:
             continue
         try:
@@ -619,15 +647,16 @@ def probe(slot: Slot, operation: str, corpus: Corpus, notes: Notes) -> dict[str,
     tables = [(prober.site, prober.members()) for prober in probers]
     return {
         "about": list(probers[0].about),
-        "members": joined(tables),
+        "members": merge_tables(tables),
         "tasks": sorted({prober.site.task.task_id for prober in probers} - {0}),
     }
 
 
 def make_table(
-    slots: Sequence[Slot], corpus: Corpus, notes: Notes, operations: Sequence[str], tell: Callable[[str], None]
+    slots: Sequence[Slot], corpus: Corpus, notes: Notes, operations: Sequence[str], report: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the table of these operations, and those that the corpus has besides; ``tell`` hears of each."""
+    """Return the table of these operations and of those in the corpus. ``report`` is called with a
+    progress line for each."""
     waiting: SimpleQueue[Slot] = SimpleQueue()
     for slot in slots:
         waiting.put(slot)
@@ -638,7 +667,7 @@ def make_table(
             slot.respawn()
             began = time.monotonic()
             entry = probe(slot, operation, corpus, notes)
-            tell(f"{operation}: {len(entry.get('members', ()))} members, {time.monotonic() - began:.1f} s")
+            report(f"{operation}: {len(entry.get('members', ()))} members, {time.monotonic() - began:.1f} s")
             return operation, entry
         finally:
             waiting.put(slot)

@@ -1,8 +1,8 @@
-"""Checks what an agent sends, picks the task and plays episodes on one slot: the blocking side of a session.
+"""Blocking side of a session: validates requests, picks the task and plays episodes on one slot.
 
-It never writes to a curriculum: a trainer sends its task with the reset. Without one, every training template is as
-likely as any other, because a server that learned from what its clients report could be led astray by one of them
-(docs/reference/environment.md 2.1, trainer mode and local mode).
+It never updates a curriculum. A trainer sends its task with the reset; without one, every training
+template is equally likely. A server that learned from the results its clients report could be
+misled by one of them (docs/reference/environment.md 2.1, trainer mode and local mode).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from realhf.env.server.interfaces import Reply
 from realhf.env.server.wire import VALIDATION_ERROR, WireError, checked_object
 
 MAX_METADATA_CHARS = 16 << 10
+"""Longest ``metadata`` of an action, in characters of JSON."""
 _ACTION_KEYS = frozenset({"command", "metadata"})
 _RESET_TYPES: Mapping[str, tuple[type, ...]] = {
     "seed": (int,),
@@ -37,11 +38,12 @@ _RESET_TYPES: Mapping[str, tuple[type, ...]] = {
     "chaos": (bool,),
     "split": (str,),
 }
-"""In the order in which mistakes are told."""
+"""Allowed types of each reset argument, in the order in which errors are reported."""
 
 
-def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
-    """Check an action, the data of a step, and return it with its command as it is read. Raises WireError."""
+def check_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
+    """Validate an action (the data of a step) and return it with its command as ``read_command``
+    reads it. Raises WireError."""
     data = checked_object(data, "step needs data: an object with a command")
     command = data.get("command")
     if not isinstance(command, str):
@@ -61,7 +63,7 @@ def checked_action(data: Any, max_command_bytes: int) -> dict[str, Any]:
     return {**data, "command": read_command(command)}
 
 
-checked_reset = partial(wire.checked_reset, types_of=_RESET_TYPES)
+check_reset = partial(wire.checked_reset, types_of=_RESET_TYPES)
 
 
 def _is_small_object(value: Any) -> bool:
@@ -72,7 +74,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class EpisodePlayer:
-    """Implements ``realhf.env.server.interfaces.Player`` with an ``Episode``. Use it from one thread at a time, except
+    """``realhf.env.server.interfaces.Player`` that plays an ``Episode``. Not thread-safe, except
     ``kill``."""
 
     def __init__(self, slot: Slot, max_steps: int, *, reward_mode: str = "potential", chaos: bool = True) -> None:
@@ -81,27 +83,33 @@ class EpisodePlayer:
         self._random = random.Random()
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode: ``task`` (a whole one), else the template ``task_id``, else one drawn; ``seed`` (default:
-        the task's own, for a template a drawn one), ``episode_id``, ``split`` of the names, ``chaos``. Raises
-        WireError: VALIDATION_ERROR for what was asked, EXECUTION_ERROR for the rest."""
-        seed, name, chaos = data.get("seed"), data.get("episode_id"), data.get("chaos")
+        """Start an episode. ``data``: ``task`` (a whole task), else the template ``task_id``, else
+        a random template; ``seed`` (default: the task's own, or random for a template);
+        ``episode_id``; ``split`` of the names; ``chaos``. Raises WireError: VALIDATION_ERROR for an
+        invalid request, EXECUTION_ERROR otherwise."""
+        seed = data.get("seed")
+        name = data.get("episode_id")
+        chaos = data.get("chaos")
         return self._play(lambda: self._episode.reset(self._task(data), seed, name, chaos=chaos))
 
     def step(self, action: dict[str, Any]) -> Reply:
-        """Run the command of a checked action. Raises WireError (EXECUTION_ERROR)."""
+        """Run the command of a validated action. Raises WireError (EXECUTION_ERROR)."""
         return self._play(lambda: self._episode.step(action["command"]))
 
     def state(self) -> dict[str, Any]:
-        """Return what ``AwsState`` describes; never criteria, setup, seed or solution. Sends list calls where something
-        changed since the last request. ``slot_id`` lets a pool see that its sessions are different ones."""
+        """Return the fields of ``AwsState``; never criteria, set-up, seed or solution. Sends list
+        calls only for services that changed since the last request. ``slot_id`` lets a client pool
+        check that its sessions are distinct."""
         return {**self._episode.state(), "slot_id": self._slot.index}
 
     def fill(self, commands: Sequence[str]) -> list[str]:
-        """Commands of the task that is played with the captures of its set-up filled. Raises CaptureError."""
+        """Return commands of the current task with the captures of its set-up filled in. Raises
+        CaptureError."""
         return self._episode.fill(commands)
 
     def kill(self) -> None:
-        """End the command in flight by killing the CLI workers; the executors start others when asked to."""
+        """Abort the running command by killing the CLI workers; the executors start new ones on
+        demand."""
         for pid in self._slot.worker_pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Brings AWS behind the contract without a server: episodes are played in this process, on slots of a MiniStackPool.
+"""The AWS environment without a server: episodes run in this process, on slots of a MiniStackPool.
 
-What a policy reads is what it reads of the environment on a server (``realhf.aws.messages``). Scripted agents and
-evaluations read more: ``info`` of an opening and of the answer to a command holds the whole ``observation``, that of an
-opening also ``setup_answers``.
+The policy reads the same text as in the environment on a server (``realhf.aws.messages``). Scripted
+agents and evaluations read more: ``info`` of an opening and of the answer to a command contains the
+whole ``observation``, and that of an opening also ``setup_answers``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from realhf.aws.messages import (
     OBSERVATION_CHARS,
     command_of,
     command_turn,
+    message_turn,
     replay_of,
     task_opening,
-    told,
-    told_people,
+    turn_info,
 )
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.task import Task, TaskError
@@ -36,24 +36,27 @@ from realhf.env.loader.threads import Threads
 
 T = TypeVar("T")
 MESSAGE_TIMEOUT_S = 120.0
-"""A reset or a command takes at most this long: more than the deadlines of the simulator and of the CLI worker."""
+"""Seconds that a reset or a command may take; longer than the deadlines of the simulator and of the
+CLI worker."""
 _RETURN_S = 60.0
-"""A slot is waited for this long after its episode."""
+"""Seconds to wait for slots to be returned after their episodes."""
 _LOG = logging.getLogger(__name__)
 
 
-class _Seat:
-    """Holds a slot and the episode in it, from the first reset on. Its methods block; use one thread at a time.
-    ``returned`` is one for each slot of the pool that no seat holds."""
+class SlotSession:
+    """A leased slot and the episode in it, from the first reset on. Its methods block; not
+    thread-safe. ``returned`` has one permit for each slot of the pool that no session holds."""
 
     def __init__(self, pool: MiniStackPool, returned: threading.Semaphore, max_steps: int) -> None:
-        self._pool, self._returned, self._max_steps = pool, returned, max_steps
+        self._pool = pool
+        self._returned = returned
+        self._max_steps = max_steps
         self._slot: Slot | None = None
         self._episode: Episode | None = None
 
     def reset(self, task: Mapping[str, Any], seed: int) -> tuple[StepData, list[Mapping[str, Any]]]:
-        """Begin an episode; returns its first observation and what the calls of the set-up answered. Raises
-        EnvironmentFailure where no slot is to be had."""
+        """Start an episode and return its first observation and the answers to the set-up calls.
+        Raises EnvironmentFailure when no slot is free."""
         if self._episode is None:
             try:
                 self._slot = self._pool.acquire()
@@ -63,8 +66,8 @@ class _Seat:
                 raise EnvironmentFailure("capacity", str(error)) from error
             self._returned.acquire()
             self._episode = Episode(self._slot, self._max_steps)
-        found = self._episode.reset(Task.from_json(task["task"]), seed, chaos=task.get("chaos"))
-        return found, [*self._episode.setup_answers]
+        first = self._episode.reset(Task.from_json(task["task"]), seed, chaos=task.get("chaos"))
+        return first, [*self._episode.setup_answers]
 
     def step(self, command: str) -> StepData:
         """Run a command."""
@@ -73,8 +76,10 @@ class _Seat:
         return self._episode.step(command)
 
     def release(self) -> None:
-        """Scrub the slot and give it back; harmless when repeated."""
-        slot, self._slot, self._episode = self._slot, None, None
+        """Reset the slot and return it to the pool. Idempotent."""
+        slot = self._slot
+        self._slot = None
+        self._episode = None
         if slot is not None:
             try:
                 self._pool.release(slot)
@@ -83,53 +88,58 @@ class _Seat:
 
 
 class PooledEnvironment:
-    """Plays episodes on a slot that is leased at the first reset, in ``threads``: commands block. After a failure
-    ``close`` gives the slot back; where a command is given up, its thread does, once it is over."""
+    """Plays episodes on a slot that is leased at the first reset. Commands block, so they run in
+    ``threads``. After a failure ``close`` returns the slot; if a command is cancelled, its thread
+    returns the slot when it finishes."""
 
     def __init__(
-        self, make_seat: Callable[[], _Seat], threads: Threads, observation_chars: int, show_ids: bool
+        self, open_session: Callable[[], SlotSession], threads: Threads, observation_chars: int, show_ids: bool
     ) -> None:
-        self._make_seat, self._threads = make_seat, threads
-        self._chars, self._show_ids = observation_chars, show_ids
-        self._seat: _Seat | None = None
+        self._open_session = open_session
+        self._threads = threads
+        self._chars = observation_chars
+        self._show_ids = show_ids
+        self._session: SlotSession | None = None
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode of the whole ``task`` (``Task.to_json``), perturbed where ``chaos`` says so."""
-        seat = self._seat = self._seat or self._make_seat()
-        found, answers = await self._run(seat, lambda: seat.reset(task, seed))
-        info = {"observation": found.observation, "setup_answers": answers, **replay_of(task)}
-        return task_opening(found.observation, info=info)
+        """Start an episode of the whole ``task`` (``Task.to_json``), with chaos if its ``chaos`` is
+        true."""
+        session = self._session = self._session or self._open_session()
+        first, answers = await self._run(session, lambda: session.reset(task, seed))
+        info = {"observation": first.observation, "setup_answers": answers, **replay_of(task)}
+        return task_opening(first.observation, info=info)
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Run the command of the turn; without one, nothing is run."""
+        """Run the command of the turn; a turn without a command runs nothing."""
         command = command_of(message)
         if command is None:
-            return told(NO_COMMAND)
-        seat = self._seat
-        if seat is None:
+            return message_turn(NO_COMMAND)
+        session = self._session
+        if session is None:
             raise EnvironmentFailure("lost", "no episode is running")
-        found = await self._run(seat, lambda: seat.step(command))
+        result = await self._run(session, lambda: session.step(command))
         return command_turn(
-            found.observation,
-            found.reward,
-            found.done,
+            result.observation,
+            result.reward,
+            result.done,
             observation_chars=self._chars,
             show_ids=self._show_ids,
-            info=told_people(command, found.observation),
+            info=turn_info(command, result.observation),
         )
 
     async def close(self) -> None:
-        """Give the slot back."""
-        seat, self._seat = self._seat, None
-        if seat is not None:
-            await self._threads.run(seat.release, after=seat.release)
+        """Return the slot."""
+        session = self._session
+        self._session = None
+        if session is not None:
+            await self._threads.run(session.release, after=session.release)
 
-    async def _run(self, seat: _Seat, work: Callable[[], T]) -> T:
-        """Run blocking work of the seat in a thread. Raises EnvironmentFailure."""
+    async def _run(self, session: SlotSession, work: Callable[[], T]) -> T:
+        """Run a blocking function of the session in a thread. Raises EnvironmentFailure."""
         try:
-            return await self._threads.run(work, after=seat.release)
+            return await self._threads.run(work, after=session.release)
         except asyncio.CancelledError:
-            self._seat = None  # the thread gives the slot back
+            self._session = None  # the thread gives the slot back
             raise
         except SimulatorLost as error:
             raise EnvironmentFailure("lost", str(error)) from error
@@ -145,20 +155,22 @@ def pooled_environment(
     observation_chars: int = OBSERVATION_CHARS,
     show_ids: bool = False,
 ) -> Iterator[EnvironmentSpec]:
-    """Yield the AWS environment on the slots of a started pool. At the end it waits until all slots are given back, so
-    close the environments before.
+    """Yield the AWS environment on the slots of a started pool. On exit it waits until all slots
+    are returned, so close the environments first.
 
     Args:
         max_steps: the environment ends an episode after this many commands.
-        observation_chars: what the policy reads of an answer.
-        show_ids: whether it reads the ids in it, see ``normalise``.
+        observation_chars: most characters of an answer that the policy reads.
+        show_ids: whether the policy reads ids unchanged, see ``normalise``.
     """
-    returned, threads, options = threading.Semaphore(pool.size), Threads("aws", pool.size), AwsOptions()
-    make_seat = partial(_Seat, pool, returned, max_steps)
+    returned = threading.Semaphore(pool.size)
+    threads = Threads("aws", pool.size)
+    options = AwsOptions()
+    open_session = partial(SlotSession, pool, returned, max_steps)
     try:
         yield EnvironmentSpec(
             "aws",
-            make=lambda address: PooledEnvironment(make_seat, threads, observation_chars, show_ids),
+            make=lambda address: PooledEnvironment(open_session, threads, observation_chars, show_ids),
             tasks=lambda split: AwsTaskSet(options, split),
             system_prompt=SYSTEM_PROMPT,
             concurrency=pool.size,

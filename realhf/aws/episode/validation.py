@@ -1,4 +1,4 @@
-"""Check that a task keeps its promises: on paper, and against a real simulator.
+"""Task validation, on paper and against a real simulator.
 
 Source: acceptance rule of docs/reference/environment.md 6.
 """
@@ -31,7 +31,7 @@ from realhf.aws.tasks.loader import SPLITS, Template, instantiate, is_name, line
 from realhf.aws.tasks.task import FEWEST_DRIFTS, MOST_DRIFTS, SetupCommand, Task, TaskError
 
 BLIND_RETURN = 0.7
-"""Most that applying a desired state may earn, on average, without a look at what drifted."""
+"""Largest mean return for applying the whole desired state without looking at what drifted."""
 _HARMLESS = "aws sts get-caller-identity"
 _PLACE = re.compile(r"(?<!\$)\{[a-z_]+\}")
 Item = TypeVar("Item")
@@ -40,31 +40,34 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Fault:
-    """Says in words what is wrong with a task, and where: a key of its template ("" for the whole) and the place in its
-    list."""
+    """A problem of a task and its location."""
 
     text: str
+    """Description of the problem."""
     key: str = ""
+    """Key of the template; "" for the whole template."""
     place: int | None = None
+    """Index in the list of that key."""
 
     def __str__(self) -> str:
         return self.text
 
-    def told(self, template: Template) -> str:
-        """Return the fault behind file, line and task."""
+    def describe(self, template: Template) -> str:
+        """Return the problem prefixed with file, line and task."""
         line = line_of(template, self.key, self.place)
         return f"{template.file}:{line}: task {template.task_id}: {self.text}"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Says in words why there is no result."""
+    """The reason why an item has no result."""
 
     text: str
+    """Error type, message and cause."""
 
 
 def template_problems(template: Template) -> list[Fault]:
-    """Say what is wrong with a template on paper."""
+    """Return the find_problems of a template that can be found without a simulator."""
     if template.split not in SPLITS:
         return [Fault(f"split is {template.split!r}", "split")]
     try:
@@ -84,27 +87,28 @@ def _policy_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
     lists = {"setup_commands": task.setup, "decoys": task.decoys, "possible_drifts": task.possible_drifts}
     for key, commands in lists.items():
         for place, command in enumerate(commands):
-            if not _allowed(command):
+            if not _is_allowed(command):
                 yield Fault(f"the policy does not allow {command}", key, place)
     for operation in operations:
         service, _, name = operation.partition(":")
         if not operation_allowed(service, name):
             text = f"the policy does not allow {operation}, so no command can earn it"
             yield Fault(text, "success_criteria")
-    for key, place, line in _written_lines(task):
+    for key, place, line in _command_lines(task):
         rule = check_command(line).rule
         if rule is not None:
             yield Fault(f"refused ({rule}): {line}", key, place)
 
 
-def _allowed(command: SetupCommand) -> bool:
+def _is_allowed(command: SetupCommand) -> bool:
     if command.command:
         return check_command(command.command).rule is None
     return operation_allowed(command.service, command.operation)
 
 
-def _written_lines(task: Task) -> Iterator[tuple[str, int, str]]:
-    """Yield (key, place, command line) of what is right; the solution of a drift task is written as its repairs."""
+def _command_lines(task: Task) -> Iterator[tuple[str, int, str]]:
+    """Yield (key, index, command line) of all reference commands. The solution of a drift task is
+    listed as the repairs of its drifts."""
     if not task.possible_drifts:
         yield from (("solution", place, line) for place, line in enumerate(task.solution))
     for place, drift in enumerate(task.possible_drifts):
@@ -115,7 +119,7 @@ def _written_lines(task: Task) -> Iterator[tuple[str, int, str]]:
 
 def _text_problems(task: Task, operations: Iterable[str]) -> Iterator[Fault]:
     texts = [("description", None, task.description), ("desired_state_spec", None, task.desired_state_spec)]
-    for key, place, text in (*texts, *_written_lines(task)):
+    for key, place, text in (*texts, *_command_lines(task)):
         unfilled = _PLACE.search(text)
         if unfilled:
             yield Fault(f"nothing fills the place {unfilled[0]}", key, place)
@@ -136,10 +140,11 @@ def _drift_promises(task: Task) -> Iterator[Fault]:
 def play(
     episode: Episode, task: Task, commands: Iterable[str], drifts: Sequence[int] | None = None, then: Iterable[str] = ()
 ) -> tuple[bool, float]:
-    """Set the task up, with these drifts (None: those that its seed draws), and send the commands until it is done,
-    ``then`` those of a second list; returns (achieved, return). Captures refer to a list's own commands. There is no
-    chaos."""
-    achieved, total = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"], 0.0
+    """Set up the task, with ``drifts`` by index (None: drawn from its seed), send the commands and
+    then those of ``then`` until the episode is done, and return (achieved, return). Captures refer
+    to commands of the same list. Chaos is off."""
+    achieved = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"]
+    total = 0.0
     for script in (commands, then):
         outputs: list[str] = []
         for command in episode.fill(list(script)):
@@ -147,15 +152,17 @@ def play(
                 break
             step = episode.step(resolve(command, outputs))
             outputs.append(step.observation["command_output"])
-            achieved, total = step.observation["task_achieved"], total + step.reward
+            achieved = step.observation["task_achieved"]
+            total = total + step.reward
     return achieved, total
 
 
-def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[Fault]:
-    """Say what is wrong with an instance; nothing for a sound one. ``thorough``: what it leaves to the agent is looked
-    for, its wrong habits and their ways back are played too, and every set of drifts that could happen."""
+def find_problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[Fault]:
+    """Return the find_problems of a task instance; empty for a sound one. ``thorough``: also check the
+    fields that are left free, the wrong habits and their recoveries, and every possible set of
+    drifts."""
     try:
-        return _problems(episode, task, thorough)
+        return _find_problems(episode, task, thorough)
     except EpisodeError as error:
         cause = error.__cause__
         if isinstance(cause, SetupError | TargetError):
@@ -163,12 +170,12 @@ def problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[Fa
         raise
 
 
-def _problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
+def _find_problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
     found = []
     achieved, total = play(episode, task, task.solution)
     if not achieved or total != 1.0:
         text = f"the solution, played once more, does not reach what it left: achieved={achieved}, return {total}"
-        found.append(Fault(text + _where_it_stands(episode), "solution"))
+        found.append(Fault(text + _missing_note(episode), "solution"))
     achieved, total = play(episode, task, [_HARMLESS])
     if achieved or total != 0.0:
         found.append(Fault(f"doing nothing: achieved={achieved}, return {total}", "solution"))
@@ -185,8 +192,8 @@ def _problems(episode: Episode, task: Task, thorough: bool) -> list[Fault]:
 
 
 def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
-    """Find free fields that nothing has in the accounts that the solutions leave: a misspelt one frees nothing. Nor
-    may a solution choose otherwise than an agent may."""
+    """Yield free fields that no resource in the accounts of the solutions has (a misspelt field
+    frees nothing), and solutions whose value of a free field is not among the allowed ones."""
     free = build_freedom(task).free
     ends = [target.end for target in make_targets(episode.slot, task, task.seed)] if free or task.verbatim else []
     kinds = {f"{key[0]}/{key[1]}" for end in ends for key in end.resources}
@@ -207,8 +214,8 @@ def _freedom_problems(episode: Episode, task: Task) -> Iterator[Fault]:
 
 
 def _may_be_empty(kind: str, path: str) -> bool:
-    """Return whether the service's API knows such a field, or it is one of the simulator's own: a snapshot leaves out
-    what is empty."""
+    """Return whether the service's API has such a field, or it is one of the simulator's own.
+    Snapshots leave out empty fields."""
     if path.startswith("_"):
         return True
     try:
@@ -226,14 +233,14 @@ def _may_be_empty(kind: str, path: str) -> bool:
 
 
 def wrong_names(task: Task) -> Iterator[list[str]]:
-    """Yield the solution with each drawn name in turn followed by ``-2``: it does the right thing to the wrong
-    resource."""
+    """Yield the solution with each drawn name in turn followed by ``-2``: the right actions on the
+    wrong resource."""
     for name in task.params.values():
         if is_name(name) and any(name in command for command in task.solution):
             yield [command.replace(name, f"{name}-2") for command in task.solution]
 
 
-def _where_it_stands(episode: Episode) -> str:
+def _missing_note(episode: Episode) -> str:
     missing = episode.missing()
     return f"; missing: {'; '.join(missing)}" if missing else ""
 
@@ -248,8 +255,9 @@ def _mistake_problems(episode: Episode, task: Task) -> Iterator[Fault]:
 
 
 def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
-    """Check that every drift breaks something, that the repairs of every set that a reset may draw mend it, and that
-    applying the whole desired state without a look at what drifted earns less."""
+    """Check that every drift breaks something, that the repairs of every set of drifts that a reset
+    may draw fix it, and that applying the whole desired state without looking at what drifted earns
+    less."""
     unseen = []
     places = range(len(task.possible_drifts))
     for chosen in chain.from_iterable(combinations(places, count) for count in range(FEWEST_DRIFTS, MOST_DRIFTS + 1)):
@@ -260,7 +268,7 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
             yield Fault(f"drifts {names}: {error}", "possible_drifts", chosen[0])
             continue
         if (achieved, total) != (True, 1.0):
-            text = f"drifts {names}: achieved={achieved}, return {total}{_where_it_stands(episode)}"
+            text = f"drifts {names}: achieved={achieved}, return {total}{_missing_note(episode)}"
             yield Fault(text, "possible_drifts", chosen[0])
         if len(chosen) == FEWEST_DRIFTS:
             unseen.append(play(episode, task, whole_state(task), chosen)[1])
@@ -275,43 +283,44 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
 
 
 def validate(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> dict[int, list[str]]:
-    """Return problems by template, on paper and of ``seeds`` training instances and one with held-out names, each
-    behind file, line and task; the first instance is played thoroughly. What is wrong on paper is not played."""
+    """Return find_problems by template: those found on paper, and those of ``seeds`` training instances
+    and one with held-out names, each prefixed with file, line and task. The first instance is
+    checked thoroughly. Templates with find_problems on paper are not played."""
     drawn = [*((seed, "train") for seed in range(seeds)), (0, "heldout")]
-    found = {one.task_id: [fault.told(one) for fault in template_problems(one)] for one in templates}
-    sound = [template for template in templates if not found[template.task_id]]
+    problems = {one.task_id: [fault.describe(one) for fault in template_problems(one)] for one in templates}
+    sound = [template for template in templates if not problems[template.task_id]]
     instances = [(template, seed, split) for template in sound for seed, split in drawn]
-    results = played(instances, _check, pool_size, console)
+    results = play_in_parallel(instances, _validate_instance, pool_size, console)
     for (template, seed, split), wrong in zip(instances, results, strict=True):
         faults = [Fault(wrong.text)] if isinstance(wrong, Failure) else wrong
-        found[template.task_id] += [f"{fault.told(template)} ({split} {seed})" for fault in faults]
-    return found
+        problems[template.task_id] += [f"{fault.describe(template)} ({split} {seed})" for fault in faults]
+    return problems
 
 
-def _check(episode: Episode, instance: tuple[Template, int, str]) -> list[Fault]:
+def _validate_instance(episode: Episode, instance: tuple[Template, int, str]) -> list[Fault]:
     template, seed, split = instance
-    return problems(episode, instantiate(template.task_id, seed, split), thorough=(seed, split) == (0, "train"))
+    return find_problems(episode, instantiate(template.task_id, seed, split), thorough=(seed, split) == (0, "train"))
 
 
-def played(
+def play_in_parallel(
     items: Sequence[Item],
     work: Callable[[Episode, Item], Result],
     pool_size: int,
     console: Console,
     max_steps: int = DEFAULT_MAX_STEPS,
 ) -> Iterator[Result | Failure]:
-    """Yield the result of ``work`` for each item, in their order, ``pool_size`` at a time, with a progress bar. An item
-    that a busy machine did not answer in time is tried again. An interrupt ends it after the items that are being
-    played."""
+    """Yield the result of ``work`` for each item, in order, ``pool_size`` at a time, with a
+    progress bar. Items that fail with an OSError (such as a timeout on a busy machine) are retried.
+    After an interrupt, only the items in progress are finished."""
 
     def turn(item: Item) -> Result | Failure:
         episode = episodes.get()
         try:
-            return _attempted(lambda: work(episode, item))
+            return _run_with_retries(lambda: work(episode, item))
         finally:
             episodes.put(episode)
 
-    with _episodes(pool_size, max_steps) as episodes:
+    with _episode_queue(pool_size, max_steps) as episodes:
         threads = ThreadPoolExecutor(pool_size)
         try:
             yield from track(threads.map(turn, items), "playing", total=len(items), console=console)
@@ -320,8 +329,9 @@ def played(
 
 
 @contextmanager
-def _episodes(pool_size: int, max_steps: int) -> Iterator[SimpleQueue[Episode]]:
-    """Give episodes in ``pool_size`` simulators of their own, which end with the context."""
+def _episode_queue(pool_size: int, max_steps: int) -> Iterator[SimpleQueue[Episode]]:
+    """Provide episodes in ``pool_size`` new simulators, which are stopped at the end of the
+    context."""
     pool = MiniStackPool(pool_size)
     try:
         pool.start()
@@ -333,10 +343,10 @@ def _episodes(pool_size: int, max_steps: int) -> Iterator[SimpleQueue[Episode]]:
         pool.stop()
 
 
-def _attempted(work: Callable[[], Result], attempts: int = 3) -> Result | Failure:
+def _run_with_retries(work: Callable[[], Result], attempts: int = 3) -> Result | Failure:
     try:
         return work()
     except Exception as error:
         if isinstance(error, OSError) and attempts > 1:
-            return _attempted(work, attempts - 1)
+            return _run_with_retries(work, attempts - 1)
         return Failure(f"{type(error).__name__}: {error} {error.__cause__ or ''}".strip())

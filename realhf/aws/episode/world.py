@@ -1,10 +1,12 @@
-"""Builds the world of a task before the agent sees it, and the target accounts that its solutions leave behind.
+"""Task worlds: sets up the account of a task before the agent sees it, and computes target
+accounts.
 
-A world is built completely or not at all: nothing is ever graded on a half-built one. What a task has sent on its
-behalf obeys the policy that binds agents. Source: docs/reference/environment.md 5, 6 and 7.
+A world is built completely or not at all, so nothing is ever graded on a partial one. The set-up
+commands of a task obey the same policy as agents. Source: docs/reference/environment.md 5, 6 and 7.
 
-A target depends on the task, its seed and its drifts alone, so the sessions of a group share it: it is made once, on
-the bench of their pool, beside the first turn. Source: docs/reference/environment.md 7.
+A target is the account that a reference solution leaves. It depends only on the task, its seed and
+its drifts, so all sessions of a group share it: it is computed once, on the reference slots of
+their pool, while the first turn is played. Source: docs/reference/environment.md 7.
 """
 
 from __future__ import annotations
@@ -31,19 +33,21 @@ from realhf.aws.tasks.captures import CaptureError, fill_setup, resolve, setup_c
 from realhf.aws.tasks.task import SetupCommand, Task, TaskError, choose_drifts, repairs
 
 _MESSAGE_CHARS = 200
+"""Longest error text of a set-up command, in characters."""
 
 
 class SlotState:
-    """Reads a slot for checks: calls by the environment's own clients, commands by its own CLI worker. Neither ever
-    carried a byte of the agent's, and neither is evidence of anything that the agent did."""
+    """State reader of a slot for checks: API calls through the environment's own clients, commands
+    through its own CLI worker. Neither carries data of the agent, and neither counts as an action
+    of the agent."""
 
     def __init__(self, slot: Slot) -> None:
         self.call = slot.state.call
         self._run = slot.own_executor.run
 
     def run(self, command: str) -> CommandResult:
-        """Run a command that only looks. Raises ConnectionError when nothing is known of the answer: that is no failed
-        check."""
+        """Run a read-only command. Raises ConnectionError when the command was lost or timed out,
+        because a missing answer must not count as a failed check."""
         result = self._run(command)
         if result.stopped or result.timed_out:
             raise ConnectionError(f"a command of the environment's own got no answer: {result.stderr}")
@@ -51,52 +55,58 @@ class SlotState:
 
 
 class SetupError(RuntimeError):
-    """The world of the task could not be built, so there is no episode. The text holds no paths and no criteria.
-    ``field`` and ``place``: which command of the task, where it is one."""
+    """The world of the task could not be built, so there is no episode. The text contains no paths
+    and no grading criteria."""
 
     field = ""
+    """Key of the task's list that contains the failing command, such as "setup_commands"; "" if
+    unknown."""
     place: int | None = None
+    """Index of the failing command in that list."""
 
 
-Request = tuple[str, Mapping[str, Any]]
+AcceptedRequest = tuple[str, Mapping[str, Any]]
 """An operation, as "service:Operation", and its parameters."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Holds ``task`` with the captures of its set-up filled; ``present``: (service, name) of what the set-up made;
-    ``answers``: the answers to its calls, for captures in other texts; ``sent``: the requests of each command of
-    set-up, decoys and drifts that were accepted."""
+    """A task that is set up in a slot."""
 
     task: Task
+    """The task with the captures of its set-up filled in."""
     present: frozenset[tuple[str, str]]
+    """(service, name) of the resources that the set-up created."""
     answers: tuple[Mapping[str, Any], ...]
-    sent: tuple[tuple[Request, ...], ...] = ()
+    """Answers to the set-up calls, which fill captures in other texts."""
+    sent: tuple[tuple[AcceptedRequest, ...], ...] = ()
+    """Accepted requests of each set-up command, decoy and drift, in that order."""
 
 
 def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None) -> World:
-    """Empty the slot and set the task up; ``seed`` decides random ids and drifts, unless ``drifts`` names them by
-    their places in ``possible_drifts``. Raises SetupError, or TaskError for a task that makes no sense."""
+    """Empty the slot and set up the task. ``seed`` decides random ids and drifts, unless ``drifts``
+    lists the drifts by their indices in ``possible_drifts``. Raises SetupError, or TaskError for an
+    invalid task."""
     if not slot.simulated:
         _refuse_changes(task)
     slot.reset(seed)
     answers: list[Mapping[str, Any]] = []
     present: set[tuple[str, str]] = set()
-    sent: list[tuple[Request, ...]] = []
+    sent: list[tuple[AcceptedRequest, ...]] = []
     try:
         for place, command in enumerate(task.setup):
-            with _failing_at("setup_commands", place):
-                answers.append(_send(slot, _filled(command, answers), "set-up", present, sent))
-        task = _with_captures(task, answers)
+            with _tag_setup_errors("setup_commands", place):
+                answers.append(_send(slot, _fill_captures(command, answers), "set-up", present, sent))
+        task = _fill_task_captures(task, answers)
     except CaptureError as error:
         raise SetupError(f"task {task.task_id}: {error}") from None
     _put_assets(slot, task)
     for place, decoy in enumerate(task.decoys):
-        with _failing_at("decoys", place):
+        with _tag_setup_errors("decoys", place):
             _send(slot, decoy, "decoy", present, sent)
     chosen = choose_drifts(task.possible_drifts, seed) if drifts is None else [task.possible_drifts[i] for i in drifts]
     for drift in chosen:
-        with _failing_at("possible_drifts", task.possible_drifts.index(drift)):
+        with _tag_setup_errors("possible_drifts", task.possible_drifts.index(drift)):
             _send(slot, drift, "drift", set(), sent)
     if any(drift.repair for drift in chosen):
         task = replace(task, solution=tuple(repairs(chosen)))
@@ -104,11 +114,12 @@ def build_world(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None 
 
 
 @contextmanager
-def _failing_at(field: str, place: int) -> Iterator[None]:
+def _tag_setup_errors(field: str, place: int) -> Iterator[None]:
     try:
         yield
     except SetupError as error:
-        error.field, error.place = field, place
+        error.field = field
+        error.place = place
         raise
 
 
@@ -121,7 +132,7 @@ def _refuse_changes(task: Task) -> None:
         raise TaskError(f"{reason}; a real account gets none (BACKEND_TYPE=aws)")
 
 
-def _filled(command: SetupCommand, answers: Sequence[Mapping[str, Any]]) -> SetupCommand:
+def _fill_captures(command: SetupCommand, answers: Sequence[Mapping[str, Any]]) -> SetupCommand:
     return replace(
         command,
         params=fill_setup(command.params, answers),
@@ -130,7 +141,7 @@ def _filled(command: SetupCommand, answers: Sequence[Mapping[str, Any]]) -> Setu
     )
 
 
-def _with_captures(task: Task, answers: Sequence[Mapping[str, Any]]) -> Task:
+def _fill_task_captures(task: Task, answers: Sequence[Mapping[str, Any]]) -> Task:
     if not setup_captures(task):
         return task
     return replace(
@@ -140,8 +151,8 @@ def _with_captures(task: Task, answers: Sequence[Mapping[str, Any]]) -> Task:
         success=fill_setup(task.success, answers),
         solution=fill_setup(task.solution, answers),
         any_of=fill_setup(task.any_of, answers),
-        possible_drifts=tuple(_filled(drift, answers) for drift in task.possible_drifts),
-        decoys=tuple(_filled(decoy, answers) for decoy in task.decoys),
+        possible_drifts=tuple(_fill_captures(drift, answers) for drift in task.possible_drifts),
+        decoys=tuple(_fill_captures(decoy, answers) for decoy in task.decoys),
         assets=fill_setup(task.assets, answers),
     )
 
@@ -156,10 +167,10 @@ def _put_assets(slot: Slot, task: Task) -> None:
 
 
 def _send(
-    slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]], sent: list[tuple[Request, ...]]
+    slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]], sent: list[tuple[AcceptedRequest, ...]]
 ) -> Mapping[str, Any]:
-    """Send a command of the set-up and return its answer; adds to ``made`` what it is about and to ``sent`` what was
-    accepted. Raises SetupError."""
+    """Send a set-up command and return its answer. Adds the resource to ``made`` and the accepted
+    requests to ``sent``. Raises SetupError."""
     if command.command:
         return _run_line(slot, command, purpose, made, sent)
     if not operation_allowed(command.service, command.operation):
@@ -179,7 +190,7 @@ def _send(
 
 
 def _run_line(
-    slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]], sent: list[tuple[Request, ...]]
+    slot: Slot, command: SetupCommand, purpose: str, made: set[tuple[str, str]], sent: list[tuple[AcceptedRequest, ...]]
 ) -> Mapping[str, Any]:
     result = slot.own_executor.run(command.command)
     accepted = [one for one in result.requests if one.ok]
@@ -201,35 +212,39 @@ WAIT_S = 60.0
 
 
 class TargetError(RuntimeError):
-    """There is no target, so nothing can be graded. The text is for the author of the task; ``field`` and ``place`` say
-    at which command of it."""
+    """The target could not be computed, so the task cannot be graded. The text is written for the
+    author of the task."""
 
     field = "solution"
+    """Key of the task's list that contains the failing command."""
     place: int | None = None
+    """Index of the failing command in that list."""
 
 
 def begin_targets(
     slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None
 ) -> Callable[[], tuple[Goal, ...]]:
-    """Begin to make the targets of an instance on the bench of the slot's pool, which are read as the slot's account
-    is; returns how to wait for what they ask, which raises TargetError. Raises TaskError as ``build_freedom``."""
-    assert slot.bench is not None, "the bench has none"
+    """Start computing the targets of a task instance on the reference slots of the slot's pool,
+    reading the account in the same way as the slot's account. Returns a function that waits for the
+    goals and raises TargetError. Raises TaskError like ``build_freedom``."""
+    references = slot.reference_slots
+    assert references is not None, "a reference slot computes targets and has none of its own"
     key = json.dumps([task.to_json(), seed, drifts], sort_keys=True, default=list)
-    bench, freedom = slot.bench, build_freedom(task)
+    freedom = build_freedom(task)
 
     def play(own: Slot) -> tuple[Goal, ...]:
         targets = make_targets(own, task, seed, drifts, account_reader(slot, task, own))
         return tuple(Goal(target, freedom) for target in targets)
 
-    found: Future[tuple[Goal, ...]] = bench.begin(key, play)
+    future: Future[tuple[Goal, ...]] = references.begin(key, play)
 
     def wait() -> tuple[Goal, ...]:
         try:
-            return bench.result(found, WAIT_S)
+            return references.result(future, WAIT_S)
         except TargetError:
             raise
-        except Exception as error:  # whatever it is, it is not the agent's doing
-            if not found.done():
+        except Exception as error:  # whatever it is, the agent did not cause it
+            if not future.done():
                 raise TargetError(f"the target of task {task.task_id} was not ready after {WAIT_S:g} s") from error
             raise TargetError(f"task {task.task_id}: {type(error).__name__}: {error}") from error
 
@@ -237,8 +252,8 @@ def begin_targets(
 
 
 def account_reader(graded: Slot, task: Task, slot: Slot) -> Callable[[], Snapshot]:
-    """Return how the account of ``slot`` is read where an episode on ``graded`` is judged: on a real account by its
-    permitted reads of all that can be written there."""
+    """Return a function that reads the account of ``slot`` for an episode graded on ``graded``. For
+    a real account it uses only the permitted reads of everything that can be written there."""
     reads = graded.reads
     if reads is None:
         return partial(take_snapshot, slot)
@@ -250,16 +265,22 @@ def account_reader(graded: Slot, task: Task, slot: Slot) -> Callable[[], Snapsho
 def make_targets(
     slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None = None, read: Callable[[], Snapshot] | None = None
 ) -> tuple[Target, ...]:
-    """Play each solution of a task on ``slot``, in a world of its own, and return the accounts that they leave. Raises
-    TargetError naming the command that fails, SetupError, TaskError, SnapshotError or SimulatorLost."""
+    """Play each solution of a task on ``slot``, in a fresh world, and return the resulting
+    accounts. Raises TargetError with the failing command, SetupError, TaskError, SnapshotError or
+    SimulatorLost."""
     others = [replace(task, solution=commands) for commands in task.any_of]
-    targets = [_play(slot, one, seed, drifts, read or partial(take_snapshot, slot)) for one in [task, *others]]
+    targets = [_play_solution(slot, one, seed, drifts, read or partial(take_snapshot, slot)) for one in [task, *others]]
     return tuple(replace(one, others=tuple(two.end for two in targets if two is not one)) for one in targets)
 
 
-def _play(slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None, read: Callable[[], Snapshot]) -> Target:
+def _play_solution(
+    slot: Slot, task: Task, seed: int, drifts: Sequence[int] | None, read: Callable[[], Snapshot]
+) -> Target:
     world = build_world(slot, task, seed, drifts)
-    start, states, outputs, sent = read(), [], [], []
+    start = read()
+    states = []
+    outputs = []
+    sent = []
     try:
         commands = fill_setup(list(world.task.solution), world.answers)
     except CaptureError as error:

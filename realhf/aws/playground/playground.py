@@ -1,9 +1,9 @@
-"""Gives the playground's session to one visitor at a time, and plays episodes on its own simulator.
+"""Playground: plays episodes of one visitor at a time on its own simulator.
 
-Use it from one thread only, and one that lives as long: the simulator's processes die with the thread that started
-them. Source: docs/reference/environment.md 11.
+``PlaygroundSession`` must be used from a single, long-lived thread: the simulator's processes die
+with the thread that started them. Source: docs/reference/environment.md 11.
 
-Who plays is decided on the event loop; the session runs on one thread of its own.
+``Playground`` decides on the event loop who plays, and runs the session on its own thread.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ from realhf.env.server.access import Refused
 from realhf.env.server.wire import VALIDATION_ERROR, WireError
 
 LOG_FORMAT = "realhf-episode-1"
+"""Format id of a downloaded episode."""
 _SHOWN = (
     "command_output", "error", "command_success", "refusal", "hint_text", "hints_used", "partial_progress",
     "task_achieved", "truncated", "steps_left",
 )  # fmt: skip
+"""Observation fields in the log of a step."""
 
 
 def no_episode() -> Refused:
-    """Return what a visitor without an episode is told."""
+    """Return the refusal for a visitor without an episode."""
     return Refused(409, "NO_EPISODE", "no episode is running here; start one")
 
 
 class PlaygroundSession:
-    """Plays one episode at a time. ``make_pool`` builds the simulator, a pool of one, when the first episode starts; a
-    start that failed is tried again by the next one. ``make_player`` plays on its slot; ``summed``: the score is the
-    sum of the rewards, not the last of them (see ``reward``)."""
+    """Plays one episode at a time. ``make_pool`` builds the simulator, a pool of one, when the
+    first episode starts; a failed start is retried with the next episode. ``make_player`` plays on
+    its slot. ``summed``: the score is the sum of the rewards, otherwise the last reward (see
+    ``RewardMeter``)."""
 
     def __init__(
         self, make_pool: Callable[[], MiniStackPool], make_player: Callable[[Slot], EpisodePlayer], *, summed: bool
@@ -60,13 +63,13 @@ class PlaygroundSession:
         """What happened in the episode so far, as it is downloaded; None before the first."""
 
     def reset(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Start an episode: the template ``task_id``, else one drawn from ``tier`` or from all; ``seed`` (none: a
-        drawn one), ``split`` of the names, ``chaos``. Returns its log. Raises WireError, and what
-        ``MiniStackPool.start`` raises."""
+        """Start an episode and return its log. ``order``: the template ``task_id``, or a random one
+        of ``tier`` or of all tiers; ``seed`` (default: random); ``split`` of the names; ``chaos``.
+        Raises WireError, and the errors of ``MiniStackPool.start``."""
         task = self._draw(order)
         if self._player is None:
             self._player = self._make_player(self._lease())
-        self._forget()
+        self._clear_episode()
         observation, _, _ = self._player.reset({"task": task.to_json(), "chaos": order.get("chaos")})
         with suppress(CaptureError):
             self._solution = self._player.fill(task.solution)
@@ -76,25 +79,29 @@ class PlaygroundSession:
             "episode_id": observation["episode_id"],
             "task": observation["task"],
             "seed": task.seed,
-            "names": _names(task, observation["task"]["description"]),
+            "names": _shown_names(task, observation["task"]["description"]),
             "max_steps": observation["steps_left"],
             "infra_state": self._player.state()["infra_state"],
             "steps": [],
         }
         return self.log
 
-    def _forget(self) -> None:
-        self.log, self._solution, self._followed = None, [], []
+    def _clear_episode(self) -> None:
+        self.log = None
+        self._solution = []
+        self._followed = []
 
     def step(self, command: str) -> dict[str, Any]:
-        """Play a command; returns its entry in the log. Raises Refused, WireError."""
+        """Run a command and return its log entry. Raises Refused, WireError."""
         if self.log is None or self._player is None:
             raise no_episode()
-        steps, began = self.log["steps"], time.perf_counter()
+        steps = self.log["steps"]
+        began = time.perf_counter()
         if steps and steps[-1]["done"]:
             raise Refused(409, "NO_EPISODE", "the episode is over; start another")
         observation, reward, done = self._player.step({"command": command})
-        spent, reward = time.perf_counter() - began, reward or 0.0
+        spent = time.perf_counter() - began
+        reward = reward or 0.0
         before = steps[-1]["score"] if steps and self._summed else 0.0
         entry = {
             "command": command,
@@ -105,42 +112,44 @@ class PlaygroundSession:
             "milliseconds": round(spent * 1000, 1),
             "infra_state": self._player.state()["infra_state"],
         }
-        following = self._next_canonical()
+        following = self._next_reference_command()
         if following is not None and following.split() == command.split():
-            self._followed.append(observation["command_output"])  # later canonical commands capture from it
+            self._followed.append(observation["command_output"])  # later reference commands capture from it
         steps.append(entry)
         return entry
 
-    def _next_canonical(self) -> str | None:
+    def _next_reference_command(self) -> str | None:
         done = len(self._followed)
         return resolve(self._solution[done], self._followed) if done < len(self._solution) else None
 
     def solution(self) -> dict[str, Any]:
-        """Return the first canonical command that was not run yet: ``command`` (None: all were), its ``position`` from
-        1, ``total``. Raises Refused."""
+        """Return the first reference command that has not been run yet: ``command`` (None: all
+        were), its ``position`` from 1, ``total``. Raises Refused."""
         if self.log is None:
             raise no_episode()
         position = len(self._followed) + 1
-        return {"command": self._next_canonical(), "position": position, "total": len(self._solution)}
+        return {"command": self._next_reference_command(), "position": position, "total": len(self._solution)}
 
     def release(self) -> None:
         """End the episode and empty the account. The simulator stays warm for the next visitor."""
-        self._forget()
+        self._clear_episode()
         self._player = None
-        slot, self._slot = self._slot, None
+        slot = self._slot
+        self._slot = None
         if self._pool is not None and slot is not None:
             self._pool.release(slot)
 
     def kill(self) -> None:
-        """End the command in flight; may be called from any thread."""
+        """Abort the running command; thread-safe."""
         player = self._player
         if player is not None:
             player.kill()
 
     def close(self) -> None:
-        """End the simulator and all its processes."""
-        pool, self._pool = self._pool, None
-        self._forget()
+        """Stop the simulator and all its processes."""
+        pool = self._pool
+        self._pool = None
+        self._clear_episode()
         self._player = self._slot = None
         if pool is not None:
             pool.stop()
@@ -155,7 +164,9 @@ class PlaygroundSession:
         return self._slot
 
     def _draw(self, order: dict[str, Any]) -> Task:
-        task_id, tier, seed = order.get("task_id"), order.get("tier"), order.get("seed")
+        task_id = order.get("task_id")
+        tier = order.get("tier")
+        seed = order.get("seed")
         split = order.get("split") or "train"
         try:
             if task_id is None:
@@ -167,25 +178,29 @@ class PlaygroundSession:
             raise WireError(VALIDATION_ERROR, f"no task has the tier {tier}") from None
 
 
-def _names(task: Task, description: str) -> list[str]:
-    """Return what the seed drew and the description names, longest first; a page sets it off from the prose."""
+def _shown_names(task: Task, description: str) -> list[str]:
+    """Return the drawn names that the description contains, longest first; the page highlights
+    them."""
     drawn = {str(value) for value in task.params.values()}
-    told = sorted(name for name in drawn if len(name) > 2 and name in description)
-    return sorted(told, key=len, reverse=True)
+    shown = sorted(name for name in drawn if len(name) > 2 and name in description)
+    return sorted(shown, key=len, reverse=True)
 
 
 T = TypeVar("T")
 IDLE_RELEASE_S = 600.0
+"""Seconds without a request after which an idle player loses the session."""
 AWAY_RELEASE_S = 30.0
-"""Time for a page that is loaded anew to ask again."""
+"""The same after the page was closed; a page that is reloaded asks again within this time."""
 _LOG = logging.getLogger(__name__)
 
 
 class Playground:
-    """Serves the playground's session to one visitor at a time. ``idle_release_s``: seconds without a request of the
-    player after which others may play; ``away_release_s``: the same once the player's page was
-    closed. Call all coroutines on one event loop; ``close`` from any thread. Raises
-    ``Refused`` for a request that it does not serve."""
+    """Gives the playground's session to one visitor at a time.
+
+    ``idle_release_s``: seconds without a request of the player after which others may play.
+    ``away_release_s``: the same after the player's page was closed. Call all coroutines on one
+    event loop; ``close`` is thread-safe. Raises ``Refused`` for a request that is not served.
+    """
 
     def __init__(
         self, session: PlaygroundSession, idle_release_s: float = IDLE_RELEASE_S, away_release_s: float = AWAY_RELEASE_S
@@ -198,12 +213,14 @@ class Playground:
         self._player: str | None = None
         self._last_used = 0.0
         self._in_flight = 0
-        self._watch: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
 
     async def reset(self, visitor: str, order: dict[str, Any]) -> dict[str, Any]:
-        """Start an episode and return its log; the visitor is the player from now on, if nobody else is."""
+        """Start an episode and return its log. The visitor becomes the player, if the session is
+        free."""
         self._refuse_others(visitor)
-        newcomer, self._player = self._player is None, visitor
+        newcomer = self._player is None
+        self._player = visitor
         begun = False
         try:
             log = await self._play(lambda: self._session.reset(order))
@@ -218,38 +235,39 @@ class Playground:
                 self._player = None
 
     async def step(self, visitor: str, command: str) -> dict[str, Any]:
-        """Run a command and return its entry in the log."""
-        self._refuse_idlers(visitor)
+        """Run a command and return its log entry."""
+        self._require_player(visitor)
         return await self._play(lambda: self._session.step(command))
 
     async def solution(self, visitor: str) -> dict[str, Any]:
-        """Return the next canonical command."""
-        self._refuse_idlers(visitor)
+        """Return the next command of the reference solution."""
+        self._require_player(visitor)
         return await self._play(self._session.solution)
 
     async def state(self, visitor: str) -> dict[str, Any]:
-        """Return ``busy``: somebody else plays; ``free_in_s`` at the latest; ``log`` of the visitor's own episode."""
+        """Return ``busy`` (another visitor is playing), ``free_in_s`` (seconds until the session is
+        free at the latest) and ``log`` of the visitor's own episode."""
         if self._player == visitor:
             return {"busy": False, "log": await self._play(lambda: self._session.log)}
         return {"busy": self._player is not None, "free_in_s": self._free_in_s(), "log": None}
 
     async def away(self, visitor: str) -> None:
-        """Note that the visitor's page was closed; the next request of the visitor takes that back."""
+        """Note that the visitor's page was closed; the visitor's next request cancels this."""
         if self._player != visitor:
             return
         self._away = True
-        if self._watch is not None:
-            self._watch.cancel()
-        self._watch = asyncio.get_running_loop().call_later(self._free_in_s(), self._look)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._idle_timer = asyncio.get_running_loop().call_later(self._free_in_s(), self._check_idle)
 
     async def leave(self, visitor: str) -> None:
-        """Make room for others, when the visitor is the player."""
+        """Free the session, if the visitor is the player."""
         if self._player == visitor:
             self._player = None
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._released)
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._release)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """End the simulator; a command in flight is killed. Idempotent."""
+        """Stop the simulator; a running command is killed. Idempotent."""
         self._session.kill()
         try:
             self._thread.submit(self._session.close).result(timeout_s)
@@ -265,7 +283,7 @@ class Playground:
             text = f"busy: somebody else is playing; free in {wait:.0f} s at the latest"
             raise Refused(409, "BUSY", text, free_in_s=wait)
 
-    def _refuse_idlers(self, visitor: str) -> None:
+    def _require_player(self, visitor: str) -> None:
         self._refuse_others(visitor)
         if self._player is None:
             raise no_episode()
@@ -282,27 +300,28 @@ class Playground:
         self._in_flight += 1
         self._away = False
         self._last_used = loop.time()
-        if self._watch is None:
-            self._watch = loop.call_later(self._idle_release_s, self._look)
+        if self._idle_timer is None:
+            self._idle_timer = loop.call_later(self._idle_release_s, self._check_idle)
         try:
             return await loop.run_in_executor(self._thread, action)
         finally:
             self._in_flight -= 1
             self._last_used = loop.time()
 
-    def _look(self) -> None:
-        """Release the idle player, or look again when the time may have come; the timer calls this."""
-        self._watch = None
+    def _check_idle(self) -> None:
+        """Timer callback: release an idle player, or check again when the time may have come."""
+        self._idle_timer = None
         if self._player is None:
             return
-        loop, rest = asyncio.get_running_loop(), self._free_in_s()
+        loop = asyncio.get_running_loop()
+        rest = self._free_in_s()
         if rest > 0 or self._in_flight:
-            self._watch = loop.call_later(max(rest, 0.05), self._look)
+            self._idle_timer = loop.call_later(max(rest, 0.05), self._check_idle)
         else:
             self._player = None
-            loop.run_in_executor(self._thread, self._released)
+            loop.run_in_executor(self._thread, self._release)
 
-    def _released(self) -> None:
+    def _release(self) -> None:
         try:
             self._session.release()
         except (OSError, RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Serves the playground's routes below ``/web``, with the list of tasks for its picker."""
+"""Routes of the playground below ``/web``, and the task list of its picker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from realhf.aws.episode.episode import LEVELS
-from realhf.aws.episode.player import EpisodePlayer, checked_action, checked_reset
+from realhf.aws.episode.player import EpisodePlayer, check_action, check_reset
 from realhf.aws.grading.reward import HINT_FACTOR
 from realhf.aws.messages import HINT_COMMAND
 from realhf.aws.playground.playground import Playground, PlaygroundSession, no_episode
@@ -29,15 +29,17 @@ from realhf.env.server.access import BrowserAuth, Handler, Refused
 
 BLANK = "…"
 _RUN_TIME = re.compile(r"\$\{setup[^}]*\}")
+"""Placeholders whose values are known only after the set-up."""
 
 
 def catalog() -> list[dict[str, Any]]:
-    """List the tasks, easiest first: ``task_id``, ``tier``, ``description`` with an ellipsis for what only a seed or a
-    set-up tells, ``held_out``. Names of templates are left out: they would reveal the answer."""
-    found = []
+    """Return the tasks, easiest first: ``task_id``, ``tier``, ``description`` with an ellipsis for
+    values that depend on the seed or the set-up, ``held_out``. Template names are left out, because
+    they would reveal the solution."""
+    tasks = []
     for template in load_templates():
         blank = _RUN_TIME.sub(BLANK, fill(template.description[0], dict.fromkeys(template.params, BLANK)))
-        found.append(
+        tasks.append(
             {
                 "task_id": template.task_id,
                 "tier": template.tier,
@@ -45,16 +47,16 @@ def catalog() -> list[dict[str, Any]]:
                 "held_out": template.split == "heldout",
             }
         )
-    return sorted(found, key=lambda task: (TIERS.index(task["tier"]), task["task_id"]))
+    return sorted(tasks, key=lambda task: (TIERS.index(task["tier"]), task["task_id"]))
 
 
 _LARGEST_SEED = (1 << 53) - 1
-"""Largest integer that a browser's JSON holds exactly."""
+"""Largest integer that a browser's JSON represents exactly."""
 
 
 def mount(app: FastAPI, config: AwsServerConfig) -> Playground:
-    """Add the playground to an application. Nothing is started before somebody plays; ``close`` the returned playground
-    when the server ends."""
+    """Add the playground to an application. The simulator starts with the first episode; ``close``
+    the returned playground when the server ends."""
 
     def make_pool() -> MiniStackPool:
         return simulator_pool(config, 1, config.web_ministack_port)
@@ -79,7 +81,7 @@ class _Handlers:
         self._config = config
 
     def table(self) -> list[tuple[str, str, Handler, bool]]:
-        """List method, path below /web, handler, and whether it is open before a login."""
+        """Return rows of method, path below /web, handler, and whether it needs no login."""
         page = resources.files("realhf.aws.playground").joinpath("static")
         rows: list[tuple[str, str, Handler, bool]] = [
             ("GET", "", _static(page.joinpath("index.html")), True),
@@ -100,7 +102,8 @@ class _Handlers:
         return rows + [("GET", f"/{file.name}", _static(file), True) for file in files]
 
     async def session(self, request: Request) -> Response:
-        """Return what the page needs to begin; gives a new browser its cookie, unless it has to log in first."""
+        """Return the page's settings; sets the cookie of a new browser, unless a login is required
+        first."""
         known = self._auth.visitor(request)
         if known is None and self._auth.needs_login:
             return JSONResponse({"login": True})
@@ -121,7 +124,7 @@ class _Handlers:
         return response
 
     async def login(self, request: Request) -> Response:
-        """Admit a visitor who knows the server's token."""
+        """Log in a visitor with the server's token."""
         token = (await _body(request)).get("token")
         if not isinstance(token, str) or not self._auth.needs_login or not self._auth.knows(token):
             raise Refused(401, "WRONG_TOKEN", "this is not the server's token")
@@ -130,15 +133,15 @@ class _Handlers:
         return response
 
     async def tasks(self, request: Request) -> Response:
-        """List the tasks that can be played."""
+        """Return the tasks that can be played."""
         return JSONResponse(await asyncio.to_thread(catalog))
 
     async def state(self, request: Request) -> Response:
-        """Return what the visitor's page shows."""
+        """Return the state that the visitor's page shows."""
         return JSONResponse(await self._playground.state(self._visitor(request)))
 
     async def log(self, request: Request) -> Response:
-        """Return the episode as a JSON file to keep. 409 without one."""
+        """Return the episode as a JSON file for download. 409 without one."""
         log = (await self._playground.state(self._visitor(request)))["log"]
         if log is None:
             raise no_episode()
@@ -147,8 +150,8 @@ class _Handlers:
         return Response(json.dumps(log, indent=1), media_type="application/json", headers=disposition)
 
     async def reset(self, request: Request) -> Response:
-        """Begin an episode."""
-        order = checked_reset(await _body(request))
+        """Start an episode."""
+        order = check_reset(await _body(request))
         if order.get("tier") not in (None, *TIERS):
             raise wire.WireError(wire.VALIDATION_ERROR, f"tier is none of {', '.join(TIERS)}")
         if not 0 <= (order.get("seed") or 0) <= _LARGEST_SEED:
@@ -157,11 +160,11 @@ class _Handlers:
 
     async def step(self, request: Request) -> Response:
         """Run a command of the visitor."""
-        action = checked_action(await _body(request), self._config.max_command_bytes)
+        action = check_action(await _body(request), self._config.max_command_bytes)
         return JSONResponse({"step": await self._playground.step(self._visitor(request), action["command"])})
 
     async def solution(self, request: Request) -> Response:
-        """Return how the task can be solved."""
+        """Return the next command of the reference solution."""
         return JSONResponse(await self._playground.solution(self._visitor(request)))
 
     async def leave(self, request: Request) -> Response:
@@ -170,7 +173,7 @@ class _Handlers:
         return JSONResponse({})
 
     async def away(self, request: Request) -> Response:
-        """Take note that the visitor's page was closed."""
+        """Note that the visitor's page was closed."""
         await self._playground.away(self._visitor(request))
         return JSONResponse({})
 

@@ -1,8 +1,8 @@
-"""Serves one session on a real account (``BACKEND_TYPE=aws``), for operators who know what they do.
+"""One session on a real account (``BACKEND_TYPE=aws``), for operators who know the risks.
 
-It starts only when the caller's account is the one that was written down as confirmation. The world is never emptied,
-set up or disturbed; every operation is logged; an operation that is not a default read of ``real_aws_permissions`` is
-refused unless a file names it.
+It starts only if the credentials belong to the account that the operator confirmed. The account is
+never emptied, set up or disturbed; every operation is logged. Operations other than the default
+reads of ``real_aws.permissions`` are refused unless a file allows them.
 
 Source: docs/reference/environment.md 5, Real AWS.
 """
@@ -39,7 +39,7 @@ from realhf.aws.real_aws.permissions import (
     read_allow_file,
 )
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.simulator.slot import Bench, PermittedReads
+from realhf.aws.simulator.slot import PermittedReads, ReferenceSlots
 from realhf.base.installation import IMPORT_ROOT
 from realhf.env.containment.frames import BadFrame
 
@@ -50,27 +50,30 @@ _CHILD_ENVIRONMENT = {
     "PYTHONPATH": str(IMPORT_ROOT),
 }  # fmt: skip
 _MOST_PAGES = 50
+"""Most pages of one answer."""
 EXHAUSTED = "the account's only session is taken"
 
 
 def confirm_account(session: botocore.session.Session, expected: str) -> str:
-    """Return the account of the session's credentials. Raises RealAwsRefused unless it is ``expected``."""
+    """Return the account of the session's credentials. Raises RealAwsRefused unless it is
+    ``expected``."""
     try:
         client = session.create_client("sts", region_name=REGION)
-        found = str(client.get_caller_identity()["Account"])
+        account = str(client.get_caller_identity()["Account"])
     except (BotoCoreError, ClientError) as error:
         raise RealAwsRefused(f"BACKEND_TYPE=aws: the caller cannot be identified: {error}") from None
-    if found != expected:
+    if account != expected:
         raise RealAwsRefused(
-            f"BACKEND_TYPE=aws: the credentials belong to account {found}, but "
+            f"BACKEND_TYPE=aws: the credentials belong to account {account}, but "
             f"AWS_RL_ENV_ALLOW_REAL_AWS confirms {expected}"
         )
-    return found
+    return account
 
 
 class RealAwsExecutor:
-    """Runs permitted commands, each in a child process of its own that holds the account's credentials and nothing
-    else of the server's environment. ``endpoints``: variables of botocore that name other endpoints than AWS's."""
+    """Runs permitted commands, each in a child process that has the account's credentials and
+    nothing else of the server's environment. ``endpoints``: botocore variables that set other
+    endpoints than AWS's."""
 
     def __init__(
         self,
@@ -80,18 +83,21 @@ class RealAwsExecutor:
         limits: OutputLimits,
         endpoints: Mapping[str, str],
     ) -> None:
-        self._session, self._folder, self._permissions = session, folder, permissions
-        self._limits, self._endpoints = limits, dict(endpoints)
+        self._session = session
+        self._folder = folder
+        self._permissions = permissions
+        self._limits = limits
+        self._endpoints = dict(endpoints)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def worker_pid(self) -> int:
-        """Pid of the child that runs a command now, -1 when none does."""
+        """Pid of the child that is running a command, -1 without one."""
         process = self._process
         return process.pid if process is not None else -1
 
     def run(self, command: str) -> CommandResult:
-        """Run a command as ``CliExecutor.run`` does."""
+        """Run a command like ``CliExecutor.run``."""
         verdict = check_command(command, self._limits.command_bytes)
         if verdict.rule is not None:
             return CommandResult(252, "", verdict.message, refusal=verdict.rule)
@@ -99,11 +105,11 @@ class RealAwsExecutor:
             return CommandResult(0, verdict.answer, "")
         names = f"{verdict.service} {verdict.operation}"
         if not self._permissions.permits(verdict.service, verdict.operation):
-            return _refused("not-permitted", f"{names} is no default read and not in the file of allowed operations")
+            return _refuse("not-permitted", f"{names} is no default read and not in the file of allowed operations")
         if verdict.own.document_option or verdict.own.blobs == BASE64:
-            return _refused("global-option", f"option {verdict.own.words[0]} is not available on a real account")
+            return _refuse("global-option", f"option {verdict.own.words[0]} is not available on a real account")
         if any(_FILE_VALUE.search(word) for word in verdict.argv):
-            return _refused("local-file", "no parameter is read from a file on a real account")
+            return _refuse("local-file", "no parameter is read from a file on a real account")
         _LOG.info("real AWS: %s", names)
         return self._execute(verdict)
 
@@ -113,7 +119,8 @@ class RealAwsExecutor:
         except (BotoCoreError, ValueError) as error:
             _LOG.error("real AWS: no credentials: %s", error)
             return CommandResult(255, "", "command stopped: the account's credentials are not available", stopped=True)
-        pipe, problem = subprocess.PIPE, b""
+        pipe = subprocess.PIPE
+        problem = b""
         process = self._process = subprocess.Popen(
             [sys.executable, "-P", "-B", "-m", "realhf.aws.real_aws.cli"],
             stdin=pipe,
@@ -128,8 +135,8 @@ class RealAwsExecutor:
         except subprocess.TimeoutExpired:
             return CommandResult(124, "", TIMED_OUT, timed_out=True)
         except (ValueError, TypeError, BadFrame):
-            said = problem[-500:].decode("utf-8", "replace")
-            _LOG.error("real AWS: the command line ended without an answer: %s", said)
+            error_text = problem[-500:].decode("utf-8", "replace")
+            _LOG.error("real AWS: the command line ended without an answer: %s", error_text)
             return CommandResult(255, "", "command stopped", stopped=True)
         finally:
             self._process = None
@@ -140,11 +147,11 @@ class RealAwsExecutor:
         return reply.result
 
     def _order(self, verdict: Verdict) -> dict[str, Any]:
-        """Return what the child reads. Raises BotoCoreError, ValueError without credentials."""
-        found = self._session.get_credentials()
-        if found is None:
+        """Return the child's input. Raises BotoCoreError, or ValueError without credentials."""
+        provider = self._session.get_credentials()
+        if provider is None:
             raise ValueError("none are configured")
-        credentials = found.get_frozen_credentials()
+        credentials = provider.get_frozen_credentials()
         return {
             "argv": ["--region", REGION, *verdict.argv],
             "service": "s3" if verdict.service == "s3api" else verdict.service,
@@ -157,21 +164,22 @@ class RealAwsExecutor:
         }
 
 
-def _refused(rule: str, message: str) -> CommandResult:
+def _refuse(rule: str, message: str) -> CommandResult:
     _LOG.warning("real AWS: refused (%s): %s", rule, message)
     return CommandResult(252, "", refusal_text(rule, message), refusal=rule)
 
 
 class RealState:
-    """Reads for grading, never a write and no secret: checks come from whoever sends the task."""
+    """Reads for grading: never a write and never a secret, since checks come from the sender of the
+    task."""
 
     def __init__(self, session: botocore.session.Session) -> None:
         self._session = session
         self._clients: dict[str, Any] = {}
 
     def call(self, service: str, operation: str, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Call as ``StateClient.call`` does; an answer that comes in pages is returned whole. Raises StateCallError for
-        anything but a default read, UnreadableAnswer for one of too many pages."""
+        """Call like ``StateClient.call``; a paged answer is returned whole. Raises StateCallError
+        for anything but a default read, UnreadableAnswer for too many pages."""
         if not is_default_read(service, operation):
             raise StateCallError("AccessDenied", f"{service}:{operation} is no default read of a real account")
         if service not in self._clients:
@@ -196,46 +204,55 @@ class RealState:
         for number, page in enumerate(client.get_paginator(name).paginate(**params)):
             if number == _MOST_PAGES:
                 raise UnreadableAnswer(f"{operation} answers in more than {_MOST_PAGES} pages")
-            whole = _joined(whole, page)
+            whole = _merge_pages(whole, page)
         return whole
 
 
-def _joined(one: Any, other: Any) -> Any:
-    """Return two pages of an answer as one: lists one after the other, of single values the later."""
+def _merge_pages(one: Any, other: Any) -> Any:
+    """Merge two pages of an answer: lists are concatenated, other values are taken from the later
+    page."""
     if isinstance(one, dict) and isinstance(other, dict):
-        return {**one, **{name: _joined(one.get(name), item) for name, item in other.items()}}
+        return {**one, **{name: _merge_pages(one.get(name), item) for name, item in other.items()}}
     return one + other if isinstance(one, list) and isinstance(other, list) else other
 
 
 @dataclass(eq=False)
 class RealAwsSlot:
-    """Is what an episode needs of a slot, on a real account. ``executor`` runs the agent's commands, ``own_executor``
-    those of checks, which has the default reads alone; every command is a process of its own. ``bench``: plays
-    solutions in a simulator, to know what they change."""
+    """The interface of a slot that an episode needs, on a real account."""
 
     account: str
+    """Account number."""
     executor: RealAwsExecutor
+    """Runs the agent's commands, each in its own process."""
     own_executor: RealAwsExecutor
+    """Runs commands of checks; only default reads are permitted."""
     files: VirtualFolder
+    """Working folder of the session."""
     state: RealState
+    """Reads for grading."""
     reads: PermittedReads
-    bench: Bench | None
+    """Reads that the grader may use."""
+    reference_slots: ReferenceSlots | None
+    """Computes targets in a simulator."""
     index = 0
+    """Number of the slot."""
     simulated = False
+    """Always False."""
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Pids of the children that run a command now."""
+        """Pids of the children that are running a command."""
         return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
 
     def reset(self, seed: int = 0) -> None:
-        """Empty the session's files; the account stays as it is."""
+        """Empty the session's files; the account is not changed."""
         self.files.clear()
 
 
 class RealAwsPool:
-    """Holds one slot on the confirmed account. ``simulators``: a pool, started and stopped with this one, whose bench
-    makes the targets of tasks. ``start`` raises RealAwsRefused."""
+    """Pool with one slot on the confirmed account. ``simulators``: a pool that is started and
+    stopped together with this one; its reference slots compute the targets of tasks. ``start``
+    raises RealAwsRefused."""
 
     def __init__(
         self,
@@ -245,16 +262,20 @@ class RealAwsPool:
         simulators: MiniStackPool,
         endpoints: Mapping[str, str] | None = None,
     ) -> None:
-        self._expected, self._allow_file = expected_account, allow_file
-        self._limits, self._simulators, self._endpoints = limits, simulators, dict(endpoints or {})
+        self._expected = expected_account
+        self._allow_file = allow_file
+        self._limits = limits
+        self._simulators = simulators
+        self._endpoints = dict(endpoints or {})
         self._lock = threading.Lock()
         self._slot: RealAwsSlot | None = None
         self._leased = False
         self._folder = ""
 
     def start(self) -> None:
-        """Confirm the account and make the slot. Raises RealAwsRefused for another account or a bad allow file, OSError
-        when it cannot be read, and what ``MiniStackPool.start`` raises."""
+        """Confirm the account and create the slot. Raises RealAwsRefused for another account or an
+        invalid allow file, OSError when that cannot be read, and the errors of
+        ``MiniStackPool.start``."""
         permissions = Permissions(read_allow_file(self._allow_file))
         session = botocore.session.Session()
         account = confirm_account(session, self._expected)
@@ -266,11 +287,12 @@ class RealAwsPool:
             for granted in (permissions, Permissions())
         )
         written = frozenset("s3" if service == "s3api" else service for service, _ in permissions.named)
-        reads, bench = PermittedReads(is_default_read, written), self._simulators.slots[0].bench
-        self._slot = RealAwsSlot(account, agents, own, files, RealState(session), reads, bench)
+        reads = PermittedReads(is_default_read, written)
+        reference_slots = self._simulators.slots[0].reference_slots
+        self._slot = RealAwsSlot(account, agents, own, files, RealState(session), reads, reference_slots)
 
     def acquire(self) -> RealAwsSlot:
-        """Lease the slot. Raises RuntimeError when it is taken."""
+        """Lease the slot. Raises SimulatorLost (a RuntimeError) when it is taken."""
         with self._lock:
             if self._slot is None or self._leased:
                 raise SimulatorLost(EXHAUSTED)
@@ -278,14 +300,14 @@ class RealAwsPool:
             return self._slot
 
     def release(self, slot: RealAwsSlot) -> None:
-        """Empty the session's files and give the slot back; the account stays as it is."""
+        """Empty the session's files and free the slot; the account is not changed."""
         slot.files.clear()
         with self._lock:
             self._leased = False
 
     @property
     def free_count(self) -> int:
-        """1 when the slot is free, else 0."""
+        """1 when the slot is free, otherwise 0."""
         return int(self._slot is not None and not self._leased)
 
     def metrics(self) -> dict[str, Any]:
@@ -293,7 +315,7 @@ class RealAwsPool:
         return {"size": 1, "free": self.free_count, "leased": int(self._leased)}
 
     def containment(self) -> str:
-        """Say, for the log at start, what is done on the account and what is not."""
+        """Return a statement for the startup log about what may happen to the account."""
         account = self._slot.account if self._slot else self._expected
         return (
             f"REAL AWS, account {account}: nothing is simulated, emptied, set up or disturbed; only reads "
@@ -301,12 +323,14 @@ class RealAwsPool:
         )
 
     def stop(self) -> None:
-        """Kill running commands, end the simulators and remove the session's files. Idempotent."""
+        """Kill running commands, stop the simulators and remove the session's files. Idempotent."""
         self._simulators.stop()
-        slot, self._slot = self._slot, None
+        slot = self._slot
+        self._slot = None
         for pid in slot.worker_pids if slot is not None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, 9)
-        folder, self._folder = self._folder, ""
+        folder = self._folder
+        self._folder = ""
         if folder:
             remove_folder(Path(folder))

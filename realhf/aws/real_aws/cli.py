@@ -1,12 +1,13 @@
-"""Runs one AWS CLI command on a real account and reports what was sent; the child process of ``real_aws``.
+"""Child process that runs one AWS CLI command on a real account and reports the requests it sent.
 
-Two layers keep it from going elsewhere: botocore asks before it sends, and an audit hook sees every name that is
-resolved and every address that is connected to.
+Two layers restrict where requests go: botocore checks before it sends, and an audit hook sees every
+resolved name and every connected address.
 
-It reads its order from standard input and writes one JSON line: exit_code, stdout, stderr, requests. The order is
-``{"argv", "service", "operations", "credentials", "endpoints", "folder", "stdout_cap", "stderr_cap"}``: only requests
-of ``operations`` (of botocore's ``service``) are sent, and only to the endpoints of AWS. No parameter is loaded from a
-file or a URL, no program is started, and no file outside ``folder`` is written.
+It reads an order from standard input and writes one JSON line: exit_code, stdout, stderr, requests.
+The order is ``{"argv", "service", "operations", "credentials", "endpoints", "folder", "stdout_cap",
+"stderr_cap"}``. Only requests of ``operations`` (of botocore's ``service``) are sent, and only to
+AWS endpoints. No parameter is loaded from a file or a URL, no program is started, and no file
+outside ``folder`` is written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class EgressPin:
-    """Knows the endpoints that may be reached. ``allow`` names them; with ``with_subdomains`` also the names below them
+    """Allow list of endpoints. ``allow`` adds one; with ``with_subdomains`` also the names below it
     (``bucket.s3.amazonaws.com``)."""
 
     def __init__(self) -> None:
@@ -42,38 +43,40 @@ class EgressPin:
         self._addresses: set[tuple[str, int]] = set()
 
     def allow(self, url: str, *, with_subdomains: bool = False) -> None:
-        """Allow the host and port of ``url``, an endpoint that botocore resolved or the operator configured."""
-        host, port = _place(url)
+        """Allow the host and port of ``url``, an endpoint that botocore resolved or the operator
+        configured."""
+        host, port = _host_and_port(url)
         self._endpoints.add((host, port))
         if with_subdomains:
             self._domains.add((f".{host}", port))
 
     def allows(self, host: object, port: object) -> bool:
-        """Return whether a request may go there."""
+        """Return whether a request to this host and port is allowed."""
         name = (host.decode("ascii", "replace") if isinstance(host, bytes) else str(host)).lower()
         known = any(name.endswith(domain) and port == its_port for domain, its_port in self._domains)
         return known or (name, port) in self._endpoints
 
     def check_url(self, url: str) -> None:
-        """Raise RefusedRequest for a URL that leads elsewhere."""
-        if not self.allows(*_place(url)):
+        """Raise RefusedRequest for a URL with another endpoint."""
+        if not self.allows(*_host_and_port(url)):
             refuse("egress", "requests leave only for the endpoints of AWS")
 
     def watch(self) -> None:
-        """Remember the addresses that allowed names resolve to. Call it before the audit hook is installed."""
+        """Record the addresses that allowed names resolve to. Call it before the audit hook is
+        installed."""
         resolve: Callable[..., Any] = socket.getaddrinfo
 
-        def resolved(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
-            found = resolve(host, port, *arguments, **options)
+        def recording_getaddrinfo(host: Any, port: Any, *arguments: Any, **options: Any) -> Any:
+            entries = resolve(host, port, *arguments, **options)
             if self.allows(host, port):
-                self._addresses.update((str(entry[4][0]), entry[4][1]) for entry in found)
-            return found
+                self._addresses.update((str(entry[4][0]), entry[4][1]) for entry in entries)
+            return entries
 
-        socket.getaddrinfo = resolved
+        socket.getaddrinfo = recording_getaddrinfo
 
     def allows_event(self, event: str, args: tuple[object, ...]) -> bool:
-        """Return whether a network event is allowed, for ``AuditGuard.egress``: names are looked up and addresses
-        connected to for allowed endpoints alone."""
+        """Return whether a network event is allowed, for ``AuditGuard.egress``: lookups of and
+        connections to allowed endpoints only."""
         if event == "socket.getaddrinfo":
             return self.allows(args[0], args[1])
         if event == "socket.connect":
@@ -82,7 +85,7 @@ class EgressPin:
         return event == "http.client.connect" and self.allows(args[1], args[2])
 
 
-def _place(url: str) -> tuple[str, int]:
+def _host_and_port(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 0)
 
@@ -95,7 +98,7 @@ _CPU_S = 120
 
 
 class RealCli:
-    """Drives the CLI for one command. ``order``: see the module."""
+    """Runs the CLI for one command. ``order``: see the module."""
 
     def __init__(self, order: Mapping[str, Any]) -> None:
         self._order = order
@@ -110,10 +113,10 @@ class RealCli:
         session.create_client = self._pinned_client
         session.register("before-parameter-build", self._check_operation)
         session.register("before-send", self._check_endpoint)
-        session.register("after-call", self._note)
+        session.register("after-call", self._on_answer)
 
     def contain(self) -> None:
-        """Take from this process, for good, what the command does not need."""
+        """Irrevocably drop the privileges that the command does not need."""
         sandbox.forbid_new_privileges()
         sandbox.limit_resources(
             file_bytes=MAX_FILE_BYTES,
@@ -127,10 +130,12 @@ class RealCli:
         sandbox.AuditGuard(sandbox.package_roots(), (folder,), egress=self._pin.allows_event).install()
 
     def run(self) -> dict[str, Any]:
-        """Run the command; returns the CLI's output and its requests."""
-        out, err = CappedSink(self._order["stdout_cap"]), CappedSink(self._order["stderr_cap"])
+        """Run the command and return the CLI's output and its requests."""
+        out = CappedSink(self._order["stdout_cap"])
+        err = CappedSink(self._order["stderr_cap"])
         saved = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = text_stream(out), text_stream(err)
+        sys.stdout = text_stream(out)
+        sys.stderr = text_stream(err)
         try:
             code = self._driver.main(list(self._order["argv"]))
         except SystemExit as error:
@@ -148,8 +153,8 @@ class RealCli:
         }
 
     def _pinned_client(self, service_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Make a client whose requests go where the operator or botocore's own rules send them, whatever a command
-        says."""
+        """Create a client whose endpoint is set by the operator or by botocore's own rules,
+        regardless of the command."""
         kwargs["endpoint_url"] = self._order["endpoints"].get("AWS_ENDPOINT_URL")
         client = self._create_client(service_name, *args, **kwargs)
         self._pin.allow(client.meta.endpoint_url, with_subdomains=service_name == "s3")
@@ -160,14 +165,15 @@ class RealCli:
 
     def _check_operation(self, params: Any, model: Any, context: dict[str, Any], **_: Any) -> None:
         context[_PARAMS] = dict(params)
-        service, operation = model.service_model.service_name, xform_name(model.name, "-")
+        service = model.service_model.service_name
+        operation = xform_name(model.name, "-")
         if service != self._order["service"] or operation not in self._order["operations"]:
             refuse("operation", f"{service} {operation} is not what was permitted")
 
     def _check_endpoint(self, request: Any, **_: Any) -> None:
         self._pin.check_url(request.url)
 
-    def _note(self, http_response: Any, parsed: Any, model: Any, context: dict[str, Any], **_: Any) -> None:
+    def _on_answer(self, http_response: Any, parsed: Any, model: Any, context: dict[str, Any], **_: Any) -> None:
         error = parsed.get("Error", {}) if isinstance(parsed, dict) else {}
         self._requests.append(
             {
@@ -181,7 +187,8 @@ class RealCli:
 
 
 def environment(order: Mapping[str, Any]) -> dict[str, str]:
-    """Return what botocore reads from the environment: no profile, no plugin and no provider that would call out."""
+    """Return botocore's environment variables: no profile, no plugin, and no credential provider
+    that makes requests."""
     return {
         "AWS_ACCESS_KEY_ID": order["credentials"]["access_key"],
         "AWS_SECRET_ACCESS_KEY": order["credentials"]["secret_key"],

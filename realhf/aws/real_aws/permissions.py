@@ -1,8 +1,10 @@
-"""Lists what may be done on a real account: reads that show no secret, and what the operator names besides.
+"""Permissions on a real account: reads that show no secret, and the operations that the operator
+allows.
 
-It is an allow list, in both directions: an operation of the ``command_table`` that is not here does not run. An
-operation that returns secrets or contents (secrets, parameters, objects, items, log events, environment and stage
-variables, user data, the input of targets, parameters and outputs of stacks, client secrets) is not a default read.
+This is an allow list: an operation of the ``command_table`` that is not here is refused. An
+operation that returns secrets or contents (secrets, parameters, objects, items, log events,
+environment and stage variables, user data, the input of targets, parameters and outputs of stacks,
+client secrets) is not a default read.
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ stepfunctions describe-activity list-activities list-executions list-state-machi
 sts get-caller-identity
 wafv2 get-ip-set list-ip-sets list-rule-groups list-web-acls
 """
-"""Service and the operations that need no permission, as the CLI writes them."""
+"""Lines of a CLI service and its operations that need no permission."""
 
 DEFAULT_READS: Mapping[str, frozenset[str]] = MappingProxyType(
     {service: frozenset(names) for service, *names in map(str.split, _READS.strip().splitlines())}
@@ -110,41 +112,43 @@ _SENT_BY_S3: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "presign": (),
     }
 )
+"""API operations sent by each command of ``aws s3``."""
 _FINDS_THE_REGION = "HeadBucket"
-"""Operation that S3's clients send to find out where a bucket is."""
+"""Operation that S3 clients send to find the region of a bucket."""
 
 
 class RealAwsRefused(RuntimeError):
-    """The account must not be used; the text says why."""
+    """The account must not be used; the text states the reason."""
 
 
 @dataclass(frozen=True)
 class Permissions:
-    """Knows what may run: the default reads and the ``named`` pairs of CLI service and operation."""
+    """The default reads and the operations that the operator allows."""
 
     named: frozenset[tuple[str, str]] = frozenset()
+    """Allowed (service, operation) pairs in the CLI's spelling."""
 
     def permits(self, service: str, operation: str) -> bool:
-        """Return whether a command may be run; names as the CLI writes them."""
+        """Return whether a command may run; names in the CLI's spelling."""
         return operation in DEFAULT_READS.get(service, ()) or (service, operation) in self.named
 
 
 def is_default_read(service: str, operation: str) -> bool:
-    """Return whether checks and inventory may send this; names as botocore writes them. What was named for agents may
-    be a write or show a secret, and is for them alone."""
+    """Return whether checks and inventory may send this operation; names in botocore's spelling.
+    Operations that the operator allows may be writes or show secrets, and are for agents only."""
     return xform_name(operation, "-") in DEFAULT_READS.get("s3api" if service == "s3" else service, ())
 
 
 def operations_sent(service: str, operation: str) -> tuple[str, ...]:
-    """Return the API operations that a permitted command may send, as ``xform_name`` writes them."""
+    """Return the API operations that a permitted command may send, as ``xform_name`` spells them."""
     if service == "s3":
         return tuple(xform_name(name, "-") for name in (*_SENT_BY_S3[operation], _FINDS_THE_REGION))
     return (operation, *((xform_name(_FINDS_THE_REGION, "-"),) if service == "s3api" else ()))
 
 
 def read_allow_file(path: str) -> frozenset[tuple[str, str]]:
-    """Read ``service operation`` lines; ``#`` starts a comment. Raises RealAwsRefused for another line, and for one
-    that names what no agent may run anyway."""
+    """Parse ``service operation`` lines; ``#`` starts a comment. Raises RealAwsRefused for an
+    invalid line and for an operation that no agent may run."""
     allowed = set()
     for number, line in enumerate(Path(path).read_text().splitlines() if path else (), start=1):
         words = line.partition("#")[0].split()

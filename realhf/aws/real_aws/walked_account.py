@@ -1,9 +1,11 @@
-"""Grades on a real account (BACKEND_TYPE=aws), whose state is what its permitted list and describe calls answer.
+"""Grading on a real account (BACKEND_TYPE=aws), whose state is the set of answers to its permitted
+list and describe calls.
 
-The target is made on a simulator that is read by the same calls. Two accounts are never compared as wholes: what the
-solution changes in the simulator is wanted of the real account as it was found. Where a default of AWS differs from
-the simulator's the right play is refused; what the reads do not show is not graded at all.
-Source: docs/reference/environment.md 7.
+The target is computed on a simulator that is read with the same calls. Whole accounts are never
+compared: the changes that the solution makes in the simulator are required of the real account
+relative to its initial state. If an AWS default differs from the simulator's, a correct episode is
+refused; settings that the reads do not show are not graded. Source: docs/reference/environment.md
+7.
 """
 
 from __future__ import annotations
@@ -27,31 +29,34 @@ from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.tasks.task import TaskError
 
 _ACCOUNT = "000000000000"
-"""Stands for the number of any account."""
+"""Replacement for the number of any account."""
 _OWNER = "<owner>"
-"""Stands for the canonical user of any account."""
+"""Replacement for the canonical user of any account."""
 _PAGES = frozenset(
     {"istruncated", "keycount", "maxkeys", "truncated", "nexttoken", "marker", "nextmarker", "keymarker", "displayname"}
     | {"nextkeymarker", "versionidmarker", "nextversionidmarker", "maxitems", "startrecord"}
 )
-"""Members that say how an answer was cut, not what there is."""
+"""Members that describe the paging of an answer, not the account."""
 _NAMESAKES = ("sg-", "subnet-")
-"""Begin ids of what has namesakes in other networks."""
+"""Prefixes of ids of resources that have namesakes in other networks."""
 _QUEUE_URL = re.compile(r"https?://[^/\s\"]+/(?=\d{12}/)")
 _DENIED = re.compile(r"AccessDenied|Unauthorized|AuthFailure|ExpiredToken|OptInRequired|SubscriptionRequired|Internal")
-"""Errors that hide what there is, rather than say that there is none."""
+"""Errors that hide the state, in contrast to errors that say there is none."""
 _BUSY = re.compile(r"Throttl|RequestLimitExceeded|TooManyRequests|SlowDown|ServiceUnavailable")
-"""Errors that another try may not meet."""
+"""Transient errors."""
 _CREATED = re.compile(r"^creat\w*(date|time|timestamp|at)?$", re.IGNORECASE)
+"""Members that contain a creation time."""
 _TOKENS = re.compile(r"(token|callerreference|creatorrequestid)$", re.IGNORECASE)
+"""Members that contain idempotency tokens."""
 
 _VERBS = frozenset({"Version", "Sid", "Action"})
-"""Arguments that say how a request or a document is meant, and are not always told again."""
+"""Arguments that only describe a request or a document; reads do not always return them."""
 
 
 class WalkedAccount:
-    """Reads an account by its list and describe calls. ``permits(service, operation)``: which may be sent; ``account``:
-    its number; ``words``: texts in which names are given, so that nothing in them is a generated id."""
+    """Reader of an account through its list and describe calls. ``permits(service, operation)``:
+    the allowed calls. ``account``: the account number. ``words``: texts that contain names, so that
+    nothing in them is treated as a generated id."""
 
     def __init__(
         self,
@@ -61,13 +66,16 @@ class WalkedAccount:
         account: str,
         words: Sequence[str],
     ) -> None:
-        self._call, self._permits, self._services, self._account = call, permits, services, account
+        self._call = call
+        self._permits = permits
+        self._services = services
+        self._account = account
         self._words = "\n".join(words)
         self._hidden: frozenset[str] | None = None
 
     def read(self) -> Snapshot:
-        """Return the account as it is now. Raises SnapshotError where it holds too much, or hides what it showed or
-        did not have at the first reading; ConnectionError when it does not answer."""
+        """Return the current account. Raises SnapshotError when it is too large, or hides something
+        that was visible or absent at the first read; ConnectionError when it does not answer."""
         answers = walk(self._call, self._services, self._permits)
         if len(answers) >= MAX_CALLS:
             raise SnapshotError(f"the account needs more than {MAX_CALLS} reads")
@@ -90,25 +98,25 @@ class WalkedAccount:
         for call, answer in answers.items():
             operation, arguments = call.split(" ", 1)
             service, name = operation.split(":")
-            said, given = (self._named(part, owner) for part in (answer, json.loads(arguments)))
-            where = "|".join(_texts(given))
-            for kind, identity, value in _things(said, name, where, noun_of(name.split("/")[0])):
+            content, params = (self._anonymise(part, owner) for part in (answer, json.loads(arguments)))
+            where = "|".join(_texts(params))
+            for kind, identity, value in _things(content, name, where, noun_of(name.split("/")[0])):
                 serials[service, kind, identity] = _serial(value)
                 resources[service, kind, identity] = normalize_attributes(service, value, now)
         return Snapshot(resources, serials)
 
-    def _named(self, value: Any, owner: str) -> Any:
-        """Return an answer with marks around generated ids, and without what names the account."""
+    def _anonymise(self, value: Any, owner: str) -> Any:
+        """Return an answer with generated ids marked and the account's identity replaced."""
         if isinstance(value, Mapping):
             return {
                 "Content" if name == "ETag" else self._text(name, owner): item
                 if name == "ETag"  # the digest alone tells what is in an object
-                else self._named(item, owner)
+                else self._anonymise(item, owner)
                 for name, item in value.items()
                 if name.lower() not in _PAGES
             }
         if isinstance(value, list):
-            return [self._named(item, owner) for item in value]
+            return [self._anonymise(item, owner) for item in value]
         return self._text(value, owner) if isinstance(value, str) else value
 
     def _text(self, text: str, owner: str) -> str:
@@ -125,7 +133,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _things(value: Mapping[str, Any], kind: str, where: str, about: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (kind, identity, attributes) of everything in an answer that names itself, and of the rest."""
+    """Yield (kind, identity, attributes) of every named structure in an answer, and of the rest."""
     rest: dict[str, Any] = {}
     for name, item in value.items():
         named = _identities(item, inner_noun(name, about)) if isinstance(item, list) else []
@@ -139,9 +147,9 @@ def _things(value: Mapping[str, Any], kind: str, where: str, about: str) -> Iter
 
 
 def _identities(items: list[Any], about: str) -> list[str]:
-    """Return the names of the elements of a list; none unless each has one of its own."""
-    found = [item if isinstance(item, str) else _own_name(item, about) for item in items]
-    return [name for name in found if name] if all(found) and len(set(found)) == len(found) else []
+    """Return the names of the elements of a list; [] unless each has a unique name."""
+    names = [item if isinstance(item, str) else _own_name(item, about) for item in items]
+    return [name for name in names if name] if all(names) and len(set(names)) == len(names) else []
 
 
 def _own_name(item: Any, about: str) -> str:
@@ -151,7 +159,7 @@ def _own_name(item: Any, about: str) -> str:
 
 
 def _serial(value: Mapping[str, Any]) -> int:
-    """Return when something was made, in seconds since the epoch; 0 where nothing says so."""
+    """Return the creation time in seconds since the epoch; 0 if unknown."""
     for name, item in value.items():
         if _CREATED.search(name) and isinstance(item, str):
             try:
@@ -167,12 +175,12 @@ class RealAccountGrader(EndStateGrader):
     may_drop_settings = False
 
     def start(self) -> None:
-        """Look at the account before the first command. Raises TaskError where the reads do not show what the task
-        asks for, SnapshotError, ConnectionError."""
+        """Read the account before the first command. Raises TaskError if the reads do not show what
+        the task asks for, SnapshotError, ConnectionError."""
         self._sent: list[Evidence] = []
         super().start()
         for goal in self._goals():
-            if unseen := not_shown(goal.target):
+            if unseen := find_unshown(goal.target):
                 raise TaskError(f"a real account is graded by its permitted reads, and none shows {unseen}")
 
     def evaluate(self, added: Sequence[Evidence], *, lost: bool = False) -> Grade:
@@ -185,10 +193,13 @@ class RealAccountGrader(EndStateGrader):
         return EpisodeComparison(self._start, Goal(transfer_target(goal.target, self._start), goal.freedom))
 
     def _compared_part(self, now: Snapshot, target: Target) -> Snapshot:
-        """Return the account without what the simulator does not tell of new resources, provided that the agent asked
-        for nothing that the solution does not ask for: it is a default of AWS."""
-        asked = {(deed.operation, name) for deed in self._sent for name in _names(deed.params)}
-        if not asked <= {(operation, name) for operation, params in _requests(target) for name in _names(params)}:
+        """Return the account without attributes of new resources that the simulator does not
+        report. They are AWS defaults, provided that the agent requested nothing that the solution
+        does not request."""
+        asked = {(deed.operation, name) for deed in self._sent for name in _member_names(deed.params)}
+        if not asked <= {
+            (operation, name) for operation, params in _requests(target) for name in _member_names(params)
+        }:
             return now
         assert self._start is not None
         known = {(key[:2], name) for state in target.states for key, held in state.resources.items() for name in held}
@@ -196,27 +207,27 @@ class RealAccountGrader(EndStateGrader):
         kept = {
             key: held
             if key in self._start.resources
-            else {name: value for name, value in held.items() if _counts(key, name, value, known)}
+            else {name: value for name, value in held.items() if _is_graded(key, name, value, known)}
             for key, held in now.resources.items()
             if key in self._start.resources or key[:2] in kinds
         }
         return replace(now, resources=kept)
 
 
-def _counts(key: Key, name: str, value: Any, known: set[tuple[tuple[str, str], str]]) -> bool:
+def _is_graded(key: Key, name: str, value: Any, known: set[tuple[tuple[str, str], str]]) -> bool:
     return (key[:2], name) in known or is_opening(key, name, canonical(value, Member.of(key).inner(name)))
 
 
-def _names(params: Any) -> Iterator[str]:
-    """Yield the names of all members of a request, but for tokens of a client."""
+def _member_names(params: Any) -> Iterator[str]:
+    """Yield the names of all members of a request except idempotency tokens."""
     if isinstance(params, Mapping):
         for name, value in params.items():
             if not _TOKENS.search(name):
                 yield name
-                yield from _names(value)
+                yield from _member_names(value)
     elif isinstance(params, list):
         for item in params:
-            yield from _names(item)
+            yield from _member_names(item)
 
 
 def _requests(target: Target) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -224,9 +235,9 @@ def _requests(target: Target) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from zip(operations, arguments, strict=True)
 
 
-def not_shown(target: Target) -> str:
-    """Return the first argument of the solution that no read shows of what its command changes, in words; "" where all
-    are shown."""
+def find_unshown(target: Target) -> str:
+    """Return a description of the first argument of the solution that no read shows in what its
+    command changes; "" if all are shown."""
     before = target.start.resources
     for state, operations, arguments in zip(target.states, target.operations, target.arguments, strict=True):
         changed = [
@@ -246,7 +257,7 @@ def not_shown(target: Target) -> str:
 
 
 def _arguments(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of each argument of a request; documents are taken apart."""
+    """Yield (name, text) of each argument of a request; JSON documents are parsed."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)

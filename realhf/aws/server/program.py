@@ -1,4 +1,4 @@
-"""Puts the server of the AWS environment together: its description for the environment server, pools, episodes,
+"""Assembly of the AWS environment server: description for the environment server, pools, episodes,
 playground.
 
 Source: docs/reference/environment.md 2.1.
@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 
-from realhf.aws.episode.player import EpisodePlayer, checked_action, checked_reset
+from realhf.aws.episode.player import EpisodePlayer, check_action, check_reset
 from realhf.aws.models import AwsAction, AwsObservation, AwsState
 from realhf.aws.playground.routes import mount
 from realhf.aws.real_aws.account import RealAwsPool
@@ -38,13 +38,19 @@ TOOL = {
 
 
 class AwsServed(ServedEnvironment):
-    """Is AWS as the server sees it. The wire shows the whole observation, and no text for a policy: that is the
-    client's business (``realhf.aws.environment``). ``make_player``: in place of an ``EpisodePlayer``."""
+    """AWS as the environment server sees it.
+
+    The wire carries the whole observation and no text for a policy; the client formats that
+    (``realhf.aws.environment``). ``make_player`` replaces the ``EpisodePlayer``, for tests.
+    """
 
     title = "realhf AWS environment"
     about = "AWS tasks on MiniStack over the OpenEnv wire"
-    slots_are, slot_label = "MiniStack pool", "rule"
-    action_model, observation_model, state_model = AwsAction, AwsObservation, AwsState
+    slots_are = "MiniStack pool"
+    slot_label = "rule"
+    action_model = AwsAction
+    observation_model = AwsObservation
+    state_model = AwsState
     own_guard = "/web"
 
     def __init__(
@@ -59,20 +65,21 @@ class AwsServed(ServedEnvironment):
             return EpisodePlayer(slot, config.max_steps, reward_mode=config.reward_mode, chaos=chaos)
 
         super().__init__(config, pool, make_player or episodes)
-        self._settings, self._simulators = config, pool
+        self._settings = config
+        self._simulators = pool
         self.home = "/web" if config.web_mounted else self.home
         self._templates = frozenset(template.task_id for template in load_templates())
 
     def check_reset(self, data: Any) -> dict[str, Any]:
-        """Check which task, seed and chaos are asked for."""
-        return checked_reset(data)
+        """Validate the task, seed and chaos of a reset."""
+        return check_reset(data)
 
     def check_action(self, data: Any) -> dict[str, Any]:
-        """Check a command and its length, and read it."""
-        return checked_action(data, self._settings.max_command_bytes)
+        """Validate and parse a command."""
+        return check_action(data, self._settings.max_command_bytes)
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
-        """Say whether the task was achieved, the simulator lost over a command, or the account not to be read."""
+        """Return how the episode ended: achieved, simulator_lost, unreadable_KIND or truncated."""
         if observation.get("simulator_lost"):
             return "simulator_lost"
         if observation["task_achieved"]:
@@ -81,17 +88,17 @@ class AwsServed(ServedEnvironment):
         return f"unreadable_{kind}" if kind else "truncated"
 
     def template(self, observation: Mapping[str, Any]) -> str:
-        """Return the number of the template, "other" for a task that a client wrote."""
+        """Return the number of the template, or "other" for a task written by a client."""
         number = (observation.get("task") or {}).get("task_id")
         return str(number) if number in self._templates else "other"
 
     def tools(self, player: Any) -> Sequence[Mapping[str, Any]]:
-        """Return the one tool; no simulator is needed to know it."""
+        """Return the only tool; this needs no simulator."""
         del player
         return [TOOL]
 
     def call_problem(self, params: Any) -> str:
-        """Say what is wrong with a call of the tool."""
+        """Return what is wrong with a call of the tool, "" if nothing."""
         if not isinstance(params, Mapping) or params.get("name") != TOOL["name"]:
             return "params name the tool 'aws'"
         given = params.get("arguments")
@@ -104,17 +111,17 @@ class AwsServed(ServedEnvironment):
         return ""
 
     def call_action(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the action that is the command."""
+        """Return the action of a tool call."""
         return self.check_action(params["arguments"])
 
     def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return the command's output, or its error and that it failed."""
+        """Return (text, failed): the command's output, or its error text."""
         failed = not observation.get("command_success", False)
         text = observation.get("error") if failed else observation.get("command_output")
         return text or "", failed
 
     def metadata(self) -> dict[str, Any]:
-        """Return what clients want to know: how long episodes are, and how rewards are read."""
+        """Return metadata for clients, including the episode length and the reward mode."""
         return super().metadata() | {
             "name": "realhf-aws",
             "description": "AWS tasks on MiniStack, one simulator per session",
@@ -124,7 +131,8 @@ class AwsServed(ServedEnvironment):
         }
 
     def mount(self, app: FastAPI) -> Page | None:
-        """Add the playground where the settings want one, else an answer at its address that says what would."""
+        """Add the playground if the settings enable it; otherwise add a route at its address that
+        says how to enable it."""
         if self._settings.web_mounted:
             return mount(app, self._settings)
         if absent := self._settings.web_absent:
@@ -132,7 +140,8 @@ class AwsServed(ServedEnvironment):
         return None
 
     def announcement(self) -> str:
-        """Say what keeps the commands of agents from the machine, and how to get a playground that is not served."""
+        """Return the containment statement for the log and, if the playground is off, how to enable
+        it."""
         statement = self._simulators.containment()
         return f"{statement}\naws-env: {self._settings.web_absent}" if self._settings.web_absent else statement
 
@@ -141,7 +150,8 @@ ABOUT = "Serve AWS episodes on MiniStack over the OpenEnv wire, one simulator pe
 
 
 def make_pool(config: AwsServerConfig) -> MiniStackPool | RealAwsPool:
-    """Return simulators, or the real account where that is confirmed; not started yet."""
+    """Return a simulator pool, or the pool of the real account if that is confirmed; not started
+    yet."""
     simulators = simulator_pool(config, config.pool_size, config.ministack_base_port)
     if config.backend_type == "aws":
         limits = output_limits(config)
@@ -150,8 +160,8 @@ def make_pool(config: AwsServerConfig) -> MiniStackPool | RealAwsPool:
 
 
 def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsServed, ServerConfig]:
-    """Return the environment as the server sees it, not started yet. Raises ConfigError for options of another
-    environment."""
+    """Return the environment for the server, not started yet. Raises ConfigError for options of
+    another environment."""
     assert isinstance(config, AwsServerConfig)
     if arguments.option:
         raise ConfigError(f"--option {arguments.option[0]!r} has no effect without --env; the settings are flags here")
@@ -159,7 +169,8 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsSer
 
 
 class EnvServerProcess(ServerProcess):
-    """Runs ``python -m workers.env_worker`` with ``pool_size`` simulators on free ports; see ``ServerProcess``."""
+    """``python -m workers.env_worker`` with ``pool_size`` simulators on free ports; see
+    ``ServerProcess``."""
 
     def __init__(self, pool_size: int, *arguments: str, timeout_s: float = 60.0) -> None:
         super().__init__("--ministack-base-port", "0", "--pool-size", str(pool_size), *arguments, timeout_s=timeout_s)

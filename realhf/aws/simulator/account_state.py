@@ -181,7 +181,7 @@ class AccountState:
         """Return records: lists of module, store, region, key, serial and value, each as JSON. Raises TooLarge."""
         self._find_stores()
         self._draws.look()
-        teller = _Teller(self._draws.marked)
+        exporter = StateExporter(self._draws.marked)
         records = []
         for module, store, held in self._stores:
             for scoped, value in list(held._data.items()) if held._data else ():
@@ -189,7 +189,7 @@ class AccountState:
                     continue
                 region = scoped[1] if len(scoped) == 3 else ""
                 serial = self._deleted[id(held), scoped]
-                record = [module, store, region, teller.key(scoped[-1]), serial, teller.tell(value)]
+                record = [module, store, region, exporter.key(scoped[-1]), serial, exporter.tell(value)]
                 records.append(_ENCODE(record))
         return records
 
@@ -211,7 +211,7 @@ def _module_contents() -> Iterator[tuple[str, str, Any]]:
                 yield module.split(".")[2], name, held
 
 
-class _Teller:
+class StateExporter:
     """Turns records into plain data, within bounds."""
 
     def __init__(self, marked: Callable[[str], str]) -> None:

@@ -42,7 +42,7 @@ from realhf.aws.simulator.ministack_process import (
     tail,
     zygote_environment,
 )
-from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, Bench, Slot
+from realhf.aws.simulator.slot import ACCOUNT, START_TIMEOUT_S, ReferenceSlots, Slot
 from realhf.base import process_clock
 from realhf.env.containment.fork_server import ForkServer
 from realhf.env.containment.probe import (
@@ -397,7 +397,7 @@ class MiniStackPool:
         self._containment: Containment | None = None
         self._book = LeaseBook(0)
         self._health: HealthLoop | None = None
-        self._bench: Bench | None = None
+        self._reference_slots: ReferenceSlots | None = None
 
     def start(self) -> None:
         """Start everything, prove the containment and wait until all slots are healthy. On any failure nothing is
@@ -478,9 +478,9 @@ class MiniStackPool:
             ministack = MiniStackProcess(port, parent, simulators / str(index), broker)
             ministack.bind()
             self.slots.append(Slot(index, ministack, workers, files / str(index), factory, self._limits))
-        self._bench = Bench(self.slots.pop())
+        self._reference_slots = ReferenceSlots(self.slots.pop())
         for slot in self.slots:
-            slot.bench = self._bench
+            slot.reference_slots = self._reference_slots
         self._book = LeaseBook(self.size)
         self._health = HealthLoop(self._book, tuple(self.slots))
 
@@ -603,14 +603,14 @@ class MiniStackPool:
             self._health.stop()
         for slot in self.slots:
             slot.stop()
-        if self._bench is not None:
-            self._bench.stop()
+        if self._reference_slots is not None:
+            self._reference_slots.stop()
         for zygote in self._zygotes:
             zygote.stop()
         self.slots = []
         self._zygotes = []
         self._health = None
-        self._bench = None
+        self._reference_slots = None
         self._book = LeaseBook(0)
         if self._log is not None:
             self._log.close()

@@ -84,7 +84,7 @@ class Slot:
         self.state = StateClient(f"http://{HOST}:{ministack.port}", ACCOUNT, ministack.connect_as_owner, factory)
         """Calls that set up, grade and list; never seen by the agent."""
         self._zygote = zygote
-        self.bench: Bench | None = None
+        self.reference_slots: ReferenceSlots | None = None
         """Plays the environment's own plays; None for the slot that it plays on."""
 
     @property
@@ -220,7 +220,7 @@ KEPT = 256
 """Results that are kept, the latest asked for."""
 
 
-class Bench:
+class ReferenceSlots:
     """Plays on ``slot``, which is started when first needed, on a thread of its own, one play after the other. A play
     over which its simulator is lost is played once more. Thread-safe."""
 
@@ -240,7 +240,7 @@ class Bench:
                 self._results.move_to_end(key)
                 return known
             if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, "bench")
+                self._thread = ThreadPoolExecutor(1, "reference-slots")
             found = self._results[key] = self._thread.submit(self._played, play)
             while len(self._results) > KEPT:
                 self._results.popitem(last=False)

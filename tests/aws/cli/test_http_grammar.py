@@ -10,7 +10,13 @@ from botocore.awsrequest import AWSPreparedRequest
 from botocore.compat import HTTPHeaders
 from botocore.exceptions import ConnectionClosedError
 
-from realhf.aws.cli.pinned_http import BadHttp, PinnedConnection, hides_a_slash, is_internal_path, parse_request_head
+from realhf.aws.cli.pinned_http import (
+    BadHttp,
+    PinnedConnection,
+    has_encoded_slash,
+    is_internal_path,
+    parse_request_head,
+)
 from realhf.aws.cli.policy import RefusedRequest, refuse
 from realhf.aws.simulator.asgi_http import HttpConnection, ParsedRequests
 
@@ -86,8 +92,8 @@ def test_internal_paths_are_known_in_every_spelling(path: str) -> None:
 
 def test_ordinary_paths_are_not_internal() -> None:
     assert not any(map(is_internal_path, ("/", "/bucket/_key", "/b/a..b", "/2015-03-31/functions/my_f", "/b/..a")))
-    assert hides_a_slash("/functions/a%2Fb") and hides_a_slash("/functions/a%2fb")
-    assert not hides_a_slash("/bucket/a/b%252F")
+    assert has_encoded_slash("/functions/a%2Fb") and has_encoded_slash("/functions/a%2fb")
+    assert not has_encoded_slash("/bucket/a/b%252F")
 
 
 class _Echo:

@@ -11,7 +11,7 @@ from realhf.aws.cli.command_table import ALLOWED as ALLOWED_OPERATIONS
 from realhf.aws.cli.command_table import WAITERS
 from realhf.aws.cli.policy import check_command
 from realhf.aws.cli.virtual_folder import MAX_FILES, MAX_FOLDERS, VirtualFolder, remove_folder
-from realhf.aws.cli.warm_cli import MAX_ALIASES, has_many_aliases, too_much
+from realhf.aws.cli.warm_cli import MAX_ALIASES, find_excess, has_many_aliases
 
 ALLOWED = [
     "aws s3 ls",
@@ -247,7 +247,7 @@ _SESSION = botocore.session.Session()
 
 
 def _too_much(service: str, operation: str, params) -> str:
-    return too_much(_SESSION.get_service_model(service).operation_model(operation), params)
+    return find_excess(_SESSION.get_service_model(service).operation_model(operation), params)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import pytest
 
 from realhf.aws.cli import pinned_http
-from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer, decoded
+from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer, decode_document
 from realhf.aws.grading.inventory import Inventory
 from realhf.aws.simulator.pool import MiniStackPool, Slot
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.sim
 
 def test_a_document_is_decoded_or_stays_as_it_is() -> None:
     deep, trust = "[" * 1500 + "]" * 1500, {"Version": "2012-10-17", "Statement": []}
-    assert decoded(quote(json.dumps(trust))) == trust
+    assert decode_document(quote(json.dumps(trust))) == trust
     for text in (deep, quote(deep), "no json"):
-        assert decoded(text) == text
-    assert decoded(None) is None
+        assert decode_document(text) == text
+    assert decode_document(None) is None
 
 
 def test_answers_come_without_metadata(slot: Slot) -> None:

@@ -282,7 +282,7 @@ async def test_misuse_is_an_error() -> None:
             child = os.fork()
             if child == 0:
                 try:
-                    pool._check()
+                    pool._check_usable()
                 except RuntimeError as error:
                     os._exit(0 if "forked" in str(error) else 1)
                 os._exit(2)

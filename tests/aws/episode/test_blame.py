@@ -10,7 +10,7 @@ import pytest
 
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
-from realhf.aws.episode.episode import Blame, Episode, Watch
+from realhf.aws.episode.episode import Blame, Episode, SimulatorWatch
 from realhf.aws.grading.grader import Grade
 from realhf.aws.grading.snapshot import SnapshotError
 from realhf.aws.grading.tracker import Evidence
@@ -73,13 +73,13 @@ def test_a_simulator_that_worked_on_a_command_and_hangs_is_the_agents(
     slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No request is known that hangs MiniStack, so it works on one and is stopped then, without a word about it."""
-    watch = Watch(slot)
+    watch = SimulatorWatch(slot)
     slot.state.call("s3", "ListBuckets", {})
     signalled(slot, signal.SIGSTOP)
     lost = SimulatorLost("simulator lost", by_command=True)
     assert watch.blame(lost) is Blame.ENVIRONMENT, "it was stopped from outside, whenever that was"
     monkeypatch.setattr(MiniStackProcess, "stopped", lambda simulator: False)
-    assert watch.blame(lost) is Blame.AGENT and Watch(slot).blame(lost) is Blame.ENVIRONMENT
+    assert watch.blame(lost) is Blame.AGENT and SimulatorWatch(slot).blame(lost) is Blame.ENVIRONMENT
     assert watch.blame(lost, begun=False) is Blame.ENVIRONMENT
     signalled(slot, signal.SIGCONT)
 
@@ -144,7 +144,7 @@ def test_a_real_account_that_does_not_answer_is_the_environments() -> None:
 
         simulated = False
 
-    watch = Watch(Real())  # type: ignore[arg-type]
+    watch = SimulatorWatch(Real())  # type: ignore[arg-type]
     for error in (ConnectionError("no route"), StateCallError("Throttling", "slow down"), UnreadableAnswer("large")):
         assert watch.blame(error) is Blame.ENVIRONMENT
     assert watch.blame(KeyError("a field")) is Blame.UNREADABLE

@@ -20,7 +20,7 @@ def deed(operation: str, params: Mapping[str, Any], *, ok: bool = True) -> Evide
 def told(*deeds: Evidence, present: frozenset[tuple[str, str]] = frozenset()) -> list[tuple[str, ...]]:
     found = AccountChanges(present)
     found.record(deeds)
-    return [tuple(one[key] for key in ("service", "type", "name", "before", "after")) for one in found.described()]
+    return [tuple(one[key] for key in ("service", "type", "name", "before", "after")) for one in found.describe()]
 
 
 def test_what_was_made_changed_and_removed_is_told_by_resource() -> None:
@@ -60,11 +60,11 @@ def test_calls_say_what_was_set_and_everything_is_bounded(monkeypatch: pytest.Mo
     found.record([deed("s3:PutBucketTagging", {"Bucket": "b", "Tagging": "\ud800" * 10_000})] * 9)
     found.record([deed("s3:CreateBucket", {"Bucket": "c" * 10_000})])
     found.record([deed("s3:CreateBucket", {"Bucket": f"d{number}"}) for number in range(4)])
-    first, second, third, more = found.described({("s3", "b")})
+    first, second, third, more = found.describe({("s3", "b")})
     assert len(first["calls"]) == account_changes.MOST_CALLS + 2 and first["calls"][0] == "3 calls, then"
     assert (
         first["calls"][1].startswith('PutBucketTagging {"Tagging": ')
         and first["calls"][-1] == account_changes.DISTURBED
     )
     assert len(second["name"]) == account_changes.LONGEST and third["name"] == "d0" and more == {"more": 3}
-    assert len(json.dumps(found.described()).encode()) < 4000
+    assert len(json.dumps(found.describe()).encode()) < 4000

@@ -10,9 +10,9 @@ from realhf.aws.episode.member_probe import (
     about_of,
     collect,
     input_shape,
-    joined,
+    merge_tables,
     probe,
-    ranked_sites,
+    rank_sites,
     served_writes,
     versions,
     written_plays,
@@ -66,15 +66,15 @@ def _site(**params: object) -> Site:
 def test_of_a_member_the_sites_speak_that_send_it() -> None:
     path = ("Handler",)
     sends, other = _site(Handler="main"), _site(Runtime="python3.13")
-    assert joined([(sends, {path: NOT_KEPT}), (other, {path: KEPT})]) == {"Handler": NOT_KEPT}
-    assert joined([(other, {path: NOT_KEPT}), (sends, {path: KEPT})]) == {"Handler": KEPT}
+    assert merge_tables([(sends, {path: NOT_KEPT}), (other, {path: KEPT})]) == {"Handler": NOT_KEPT}
+    assert merge_tables([(other, {path: NOT_KEPT}), (sends, {path: KEPT})]) == {"Handler": KEPT}
     unknown = f"{NOT_PROBED}: fewer than two values are accepted"
-    assert joined([(sends, {path: unknown}), (other, {path: KEPT})]) == {"Handler": KEPT}
+    assert merge_tables([(sends, {path: unknown}), (other, {path: KEPT})]) == {"Handler": KEPT}
 
 
 def test_sites_that_send_more_come_first() -> None:
     few, many, others = _site(Handler="a"), _site(Handler="a", Timeout=3), _site(Runtime="python3.13")
-    assert ranked_sites([few, many, others])[0] == many
+    assert rank_sites([few, many, others])[0] == many
 
 
 def test_what_the_operation_calls_it_names_it() -> None:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from realhf.aws.episode.episode import Episode, EpisodeError, masked_task
-from realhf.aws.episode.validation import play, problems
+from realhf.aws.episode.validation import find_problems, play
 from realhf.aws.tasks.task import Task, TaskError, choose_drifts
 
 pytestmark = pytest.mark.sim
@@ -190,6 +190,6 @@ def test_acceptance_names_a_drift_that_breaks_nothing(episode: Episode) -> None:
 
 def _thorough(episode: Episode, task: Task) -> list[str]:
     try:
-        return [*map(str, problems(episode, task, thorough=True))]
+        return [*map(str, find_problems(episode, task, thorough=True))]
     except TaskError as error:
         return [str(error)]

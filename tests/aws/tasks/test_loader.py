@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.episode.episode import Episode
-from realhf.aws.episode.validation import problems
+from realhf.aws.episode.validation import find_problems
 from realhf.aws.grading.criteria import parse_criteria
 from realhf.aws.grading.grader import build_freedom, is_graded_by_end_state
 from realhf.aws.simulator.pool import ACCOUNT
@@ -187,7 +187,7 @@ def test_unknown_arguments_are_named() -> None:
 def test_acceptance_finds_a_task_that_is_too_easy(episode: Episode) -> None:
     task = instantiate(101, 0)
     easy = Task.from_json(task.to_json() | {"success_criteria": {"operation": "sts:GetCallerIdentity"}})
-    found = " ".join(map(str, problems(episode, easy)))
+    found = " ".join(map(str, find_problems(episode, easy)))
     assert "solution" in found and "doing nothing" in found
 
 

@@ -17,11 +17,11 @@ from realhf.aws.scripts import (
     _REMOVALS,
     Line,
     Script,
-    _required,
-    numbered,
+    _required_options,
+    number_lines,
     removal_of,
+    shorten_names,
     slip,
-    with_short_names,
     write_script,
     write_scripts,
 )
@@ -84,7 +84,7 @@ def test_rows_are_split_by_template() -> None:
 def test_short_names_lose_their_last_word_everywhere() -> None:
     task = instantiate(203, seed=5)
     name = task.params["name"]
-    short = with_short_names(task)
+    short = shorten_names(task)
     assert len(short) == len(task.solution) == 3
     assert all(name not in command and name.rpartition("-")[0] in command for command in short)
 
@@ -94,7 +94,7 @@ def test_short_names_are_never_the_solution() -> None:
     for template in load_templates():
         for seed in (5, 1634821429):
             task = instantiate(template.task_id, seed)
-            assert with_short_names(task) != task.solution
+            assert shorten_names(task) != task.solution
 
 
 @pytest.mark.sim
@@ -103,11 +103,11 @@ def test_what_a_mistake_made_is_removed_again(pool: MiniStackPool) -> None:
     wrong: dict[str, tuple[Task, str]] = {}
     for template in load_templates(split="train") + load_templates(split="heldout"):
         task = instantiate(template.task_id, 3)
-        command = with_short_names(task)[0]
+        command = shorten_names(task)[0]
         wrong.setdefault(" ".join(command.split(" ")[1:3]), (task, command))
     removals = {name: removal for name, (_, command) in wrong.items() if (removal := removal_of(command))}
     assert set(removals) == set(_REMOVALS)
-    scripts = [Script(wrong[name][0], "habit", numbered((wrong[name][1], removals[name]))) for name in removals]
+    scripts = [Script(wrong[name][0], "habit", number_lines((wrong[name][1], removals[name]))) for name in removals]
     failed = {}
     for row in play_all(scripts, pool):
         (_, made, removed) = [message["observation"] for message in row["messages"] if message["role"] == "user"]
@@ -144,10 +144,10 @@ def test_a_slip_is_wrong_and_is_never_imitated() -> None:
             else:
                 left, all_of = wrong.command.split(" --"), command.split(" --")
                 [out] = [text for text in all_of if text not in left]
-                assert len(left) == len(all_of) - 1 and out.split()[0] in _required(service, operation)
+                assert len(left) == len(all_of) - 1 and out.split()[0] in _required_options(service, operation)
     assert seen == {False, True}
-    assert not _required("efs", "create-file-system"), "the command line makes up its token by itself"
-    assert not _required("s3", "cp") and not _required("nowhere", "get-thing")
+    assert not _required_options("efs", "create-file-system"), "the command line makes up its token by itself"
+    assert not _required_options("s3", "cp") and not _required_options("nowhere", "get-thing")
 
 
 def test_slips_are_what_recoveries_are_from() -> None:
@@ -164,7 +164,7 @@ def test_what_a_slip_is_told_names_what_is_missing(pool: MiniStackPool) -> None:
     """The error of a left-out option names it, that of an unknown operation is followed by those that there are; both
     episodes are solved then."""
     task = instantiate(3, 4)
-    solution = numbered(task.solution)
+    solution = number_lines(task.solution)
     told = {}
     for seed in range(6):
         wrong = slip(task.solution[0], random.Random(seed), 400)
@@ -182,7 +182,7 @@ def test_what_a_solution_takes_from_an_answer_can_be_read_there(pool: MiniStackP
     """With the options of env=aws_all_tiers, and not with 200 characters and words in place of ids."""
     tasks = [instantiate(template.task_id, 5) for template in load_templates(split="all_but_ten")]
     tasks = [task for task in tasks if any("${step" in command for command in task.solution)]
-    scripts = [Script(task, "canonical", numbered(task.solution)) for task in tasks]
+    scripts = [Script(task, "canonical", number_lines(task.solution)) for task in tasks]
 
     def unread(**read: Any) -> set[str]:
         found = set()
@@ -220,7 +220,7 @@ def test_impossible_mixes(mix: dict[str, float]) -> None:
 def test_a_row_is_what_really_happened(pool: MiniStackPool) -> None:
     task = instantiate(201, 4)
     create, enable = task.solution
-    [row] = play_all([Script(task, "recovery", numbered((enable, create, enable, "aws never sent")))], pool)
+    [row] = play_all([Script(task, "recovery", number_lines((enable, create, enable, "aws never sent")))], pool)
     roles = [message["role"] for message in row["messages"]]
     assert roles == ["user"] + ["assistant", "user"] * 3
     assert row["messages"][0]["content"] == task.description
@@ -246,7 +246,7 @@ def test_parallel_play_keeps_order_and_content(pool: MiniStackPool) -> None:
 def test_a_mislabelled_episode_is_an_error(pool: MiniStackPool) -> None:
     task = instantiate(101, 0)
     with pytest.raises(RuntimeError, match="s3-create-bucket"):
-        list(play_all([Script(task, "habit", numbered(task.solution))], pool))
+        list(play_all([Script(task, "habit", number_lines(task.solution))], pool))
     assert pool.free_count == pool.size
 
 
@@ -265,7 +265,7 @@ class BrokenPool:
 
 def test_the_first_episode_that_fails_for_good_ends_the_others() -> None:
     pool, task, rows = BrokenPool(), instantiate(101, 0), list[int]()
-    scripts = [Script(task, "canonical", numbered(task.solution))] * 5
+    scripts = [Script(task, "canonical", number_lines(task.solution))] * 5
     with pytest.raises(RuntimeError, match=r"the episode .* failed \(.*\): .*broken"):
         play_all(scripts, cast(MiniStackPool, pool), lambda: rows.append(1))
     assert pool.asked == 2, "it was played twice, the others were not begun"

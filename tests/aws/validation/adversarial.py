@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from realhf.aws.episode.validation import Failure, played
+from realhf.aws.episode.validation import Failure, play_in_parallel
 from realhf.aws.tasks.__main__ import select_templates
 from realhf.aws.tasks.loader import Template
 from realhf.aws.tasks.task import Task, TaskError
@@ -55,7 +55,7 @@ def play_against(templates: Sequence[Template], seeds: int, pool_size: int, cons
         for seed in range(seeds):
             task = instance_to_play(template.task_id, seed)
             turns += [(task, play) for play in plays_of(task)]
-    results = played(turns, lambda episode, turn: perform(episode, *turn), pool_size, console, MAX_STEPS)
+    results = play_in_parallel(turns, lambda episode, turn: perform(episode, *turn), pool_size, console, MAX_STEPS)
     for (task, play), result in zip(turns, results, strict=True):
         if isinstance(result, Failure):
             reports[task.task_id].broken.append((play, result.text))

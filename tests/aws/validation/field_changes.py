@@ -18,8 +18,8 @@ from typing import Any
 from awscli.shorthand import BackCompatVisitor, ShorthandParseError, ShorthandParser
 from botocore.model import Shape
 
+from realhf.aws.real_aws.describe_walker import allowed_values as choices
 from realhf.aws.real_aws.describe_walker import bounds, element, members, required_members
-from realhf.aws.real_aws.describe_walker import words as choices
 from realhf.aws.tasks.task import ACCOUNT_ID
 from tests.aws.validation.command_line import (
     CAPTURE,

@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from realhf.api.passport import MODIFIED, Counts, Passport
-from realhf.aws.episode.validation import Failure, played
+from realhf.aws.episode.validation import Failure, play_in_parallel
 from realhf.aws.tasks.loader import Template, get_template, instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
 from realhf.base.installation import PACKAGE, git_state
@@ -88,7 +88,9 @@ def turns_of(templates: Sequence[Template], most: int, seed: int) -> list[Turn]:
 def play_all(turns: Sequence[Turn], pool_size: int, console: Console) -> Iterator[tuple[Turn, Played | Failure]]:
     """Yield what came of each mutant, in their order."""
     goals = Goals()
-    results = played(turns, lambda episode, turn: play_mutant(episode, *turn, goals), pool_size, console, MAX_STEPS)
+    results = play_in_parallel(
+        turns, lambda episode, turn: play_mutant(episode, *turn, goals), pool_size, console, MAX_STEPS
+    )
     yield from zip(turns, results, strict=True)
 
 

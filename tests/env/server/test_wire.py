@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from realhf.aws.episode.player import checked_action, checked_reset
+from realhf.aws.episode.player import check_action, check_reset
 from realhf.env.loader.validation import BrokenContract, checked_number
 from realhf.env.server.wire import (
     Request,
@@ -22,7 +22,7 @@ from realhf.env.server.wire import (
 
 def parse(message: object) -> Request:
     text = message if isinstance(message, str) else json.dumps(message)
-    return parse_request(text, checked_reset, partial(checked_action, max_command_bytes=64))
+    return parse_request(text, check_reset, partial(check_action, max_command_bytes=64))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The bench with real processes: what it plays is there for all who ask, whatever happens to its simulator."""
+"""Reference slots with real processes: a play runs once for all who wait, whatever happens to the simulator."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.episode import world
 from realhf.aws.episode.episode import Episode, EpisodeError
-from realhf.aws.simulator.slot import Bench, Slot
+from realhf.aws.simulator.slot import ReferenceSlots, Slot
 from realhf.aws.tasks.loader import instantiate
 from tests.process_family import until
 
@@ -20,9 +20,9 @@ _UNUSED_SEED = 77_001
 
 
 @pytest.fixture
-def bench(slot: Slot) -> Bench:
-    assert slot.bench is not None
-    return slot.bench
+def reference_slots(slot: Slot) -> ReferenceSlots:
+    assert slot.reference_slots is not None
+    return slot.reference_slots
 
 
 def _kill(slot: Slot) -> None:
@@ -30,7 +30,7 @@ def _kill(slot: Slot) -> None:
     assert until(lambda: not slot.ministack.alive())
 
 
-def test_a_play_whose_simulator_dies_in_the_middle_is_played_again(bench: Bench) -> None:
+def test_a_play_whose_simulator_dies_in_the_middle_is_played_again(reference_slots: ReferenceSlots) -> None:
     """All sessions of a group wait for the same play: none of their episodes is lost with the simulator."""
     lives: list[int] = []
 
@@ -41,11 +41,11 @@ def test_a_play_whose_simulator_dies_in_the_middle_is_played_again(bench: Bench)
         slot.reset(1) if len(lives) > 1 else slot.ministack.reset(1)
         return slot.ministack.pid
 
-    waiting = [bench.begin("killed in the middle", play) for _ in range(8)]
+    waiting = [reference_slots.begin("killed in the middle", play) for _ in range(8)]
     assert {one.result(30) for one in waiting} == {lives[1]} != {lives[0]}
 
 
-def test_a_play_that_fails_in_a_simulator_that_works_is_not_played_again(bench: Bench) -> None:
+def test_a_play_that_fails_in_a_simulator_that_works_is_not_played_again(reference_slots: ReferenceSlots) -> None:
     plays: list[int] = []
 
     def play(slot: Slot) -> None:
@@ -53,11 +53,11 @@ def test_a_play_that_fails_in_a_simulator_that_works_is_not_played_again(bench: 
         raise ValueError("a task that makes no sense")
 
     with pytest.raises(ValueError, match="makes no sense"):
-        bench.begin("fails", play).result(30)
+        reference_slots.begin("fails", play).result(30)
     assert len(plays) == 1
 
 
-def test_a_play_that_ends_its_simulator_each_time_is_given_up(bench: Bench) -> None:
+def test_a_play_that_ends_its_simulator_each_time_is_given_up(reference_slots: ReferenceSlots) -> None:
     plays: list[int] = []
 
     def play(slot: Slot) -> None:
@@ -66,42 +66,42 @@ def test_a_play_that_ends_its_simulator_each_time_is_given_up(bench: Bench) -> N
         slot.ministack.reset(1)
 
     with pytest.raises(OSError, match=r"No such process|reset"):
-        bench.begin("fatal", play).result(30)
+        reference_slots.begin("fatal", play).result(30)
     assert len(plays) == 2
-    assert bench.begin("the next", lambda slot: slot.reset(0)).result(30) is None
+    assert reference_slots.begin("the next", lambda slot: slot.reset(0)).result(30) is None
 
 
-def test_a_bench_that_does_not_come_up_says_so_and_is_started_anew_for_the_next(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+def test_reference_slots_that_do_not_start_report_it_and_start_again_for_the_next(
+    reference_slots: ReferenceSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def does_not_come_up(timeout_s: float) -> None:
         raise RuntimeError("MiniStack did not come up")
 
-    bench.begin("it runs", lambda slot: None).result(30)
-    ministack, bench._started = bench._slot.ministack, False
+    reference_slots.begin("it runs", lambda slot: None).result(30)
+    ministack, reference_slots._started = reference_slots._slot.ministack, False
     ministack.stop()
     monkeypatch.setattr(ministack, "wait_healthy", does_not_come_up)
     with pytest.raises(SimulatorLost, match="own plays: MiniStack did not come up"):
-        bench.begin("first", lambda slot: None).result(30)
+        reference_slots.begin("first", lambda slot: None).result(30)
     assert not ministack.alive()
     monkeypatch.undo()
-    assert bench.begin("first", lambda slot: slot.ministack.alive()).result(30)
+    assert reference_slots.begin("first", lambda slot: slot.ministack.alive()).result(30)
 
 
 def test_thirty_instances_asked_for_at_once_all_get_their_targets(
-    slot: Slot, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    slot: Slot, reference_slots: ReferenceSlots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the queue is: each waits as long as it moves, and no longer where it stands still."""
     monkeypatch.setattr(world, "WAIT_S", 1.5)
     for number in range(4):
-        bench.begin(f"ahead {number}", lambda own: time.sleep(0.6))
+        reference_slots.begin(f"ahead {number}", lambda own: time.sleep(0.6))
     tasks = [instantiate(101, seed) for seed in range(_UNUSED_SEED, _UNUSED_SEED + 30)]
     waits = [world.begin_targets(slot, task, task.seed) for task in tasks]
     with ThreadPoolExecutor(30) as threads:
         ends = [list(found[0].target.end.resources) for found in threads.map(lambda wait: wait(), waits)]
     assert len({("s3", "buckets", task.params["name"]) for task in tasks}) > 20
     assert all(("s3", "buckets", task.params["name"]) in end for task, end in zip(tasks, ends, strict=True))
-    bench.begin("stands still", lambda own: time.sleep(2))
+    reference_slots.begin("stands still", lambda own: time.sleep(2))
     stuck = world.begin_targets(slot, instantiate(101, _UNUSED_SEED + 31), _UNUSED_SEED + 31)
     monkeypatch.setattr(world, "WAIT_S", 0.2)
     with pytest.raises(world.TargetError, match="was not ready"):
