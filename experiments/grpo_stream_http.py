@@ -1,6 +1,6 @@
-"""GRPO on groups that others play and push to a trajectory server.
+"""GRPO on groups of rollouts that external producers push to a trajectory server.
 
-(places of a batch) ──► stream_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
+(slots of a batch) ───► stream_gen ──┬─ env_rewards, outcome ─► rew_inf ─┬─► actor_train
                                      ├─ packed_input_ids ─────► ref_inf ─┤   (ref_inf only with a KL term)
                                      └─ tokens, masks, logprobs ─────────┘
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments import policy_gradient
 from experiments.policy_gradient import EPISODE_KEYS
-from experiments.sft import first_weights
+from experiments.sft import resolve_initial_weights
 from realhf.algorithms.resolution import resolve
 from realhf.api.config import ConfigError, RecoverMode, run_folder
 from realhf.api.experiment import ExperimentSpec, InterfaceType, MFCDef, ServiceSpec, SourceSpec
@@ -23,21 +23,22 @@ from realhf.aws.environment import AwsOptions
 
 @dataclass
 class Config(policy_gradient.Config):
-    """With the AWS environment: demonstrations of it warm up the built-in policy."""
+    """policy_gradient.Config with the AWS environment, whose demonstrations warm-start the built-in policy."""
 
     env: AwsOptions = section(AwsOptions)
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
-    # Who samples is not known here, and neither is how much: the longest sequence bounds it.
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for contradicting
+    options."""
+    # The producers' limits are unknown here, so the longest sequence bounds the sampled tokens.
     longest = config.rollout.max_total_tokens
     ppo = resolve(
         config.ppo,
         loss_scale_len=longest,
         sampler_differs=True,
         scored_by_model=bool(config.reward_model.path),
-        own=policy_gradient.own_options(config),
+        own=policy_gradient.algorithm_options(config),
     )
     if ppo.needs_values:
         raise ConfigError(
@@ -59,40 +60,40 @@ def build(config: Config) -> ExperimentSpec:
             f"actor.workers={list(config.actor.workers)}: grpo_stream_http trains on one worker, which pulls its "
             "batches from the server; set actor.workers=[0], or take experiment=grpo_async for several"
         )
-    first = first_weights(config)
-    models, mfcs = policy_gradient.policy_gradient(config, ppo, first)
-    # Others sample: a server of vLLM would have nothing to do.
+    first = resolve_initial_weights(config)
+    models, mfcs = policy_gradient.build_training_graph(config, ppo, first)
+    # The producers sample the tokens: a vLLM server would be idle.
     models["actor"] = replace(models["actor"], engine=replace(models["actor"].engine, name="embedded"))
-    n_places = places(config)
+    n_groups = max_groups(config)
     return ExperimentSpec(
         name="grpo_stream_http",
         models=models,
-        mfcs=tuple(replace(mfc, n_seqs=n_places) for mfc in (stream_gen(config), *mfcs)),
+        mfcs=tuple(replace(mfc, n_seqs=n_groups) for mfc in (stream_gen(config), *mfcs)),
         source=SourceSpec("trajectory_slots", worker=models["actor"].workers[0]),
-        n_seqs=n_places,
+        n_seqs=n_groups,
         total_train_steps=config.total_train_steps,
         seed=config.seed,
         run_dir=run_folder(config),
         before=first.before,
         jobs=first.jobs,
-        services=() if config.stream.url else (own_server(config),),
+        services=() if config.stream.url else (trajectory_server(config),),
         export_role="actor",
         log_keys=("prompt_mask", "packed_versions", "seq_no_eos_mask", ROLLOUT_KEY),
     )
 
 
-def places(config: Config) -> int:
-    """Groups that a batch may consist of: as many as there can be when all are of the least size that teaches."""
-    return batch_size(config) // config.rollout.min_group_size
+def max_groups(config: Config) -> int:
+    """Return the maximum number of groups in a batch: its sequences in groups of the minimum size."""
+    return sequences_per_batch(config) // config.rollout.min_group_size
 
 
-def batch_size(config: Config) -> int:
-    """Sequences of a batch, whatever groups they come in."""
+def sequences_per_batch(config: Config) -> int:
+    """Return the number of sequences in a batch, over all groups."""
     return config.dataset.train_bs_n_seqs * config.ppo.group_size
 
 
 def stream_gen(config: Config) -> MFCDef:
-    """The next batch of the server, on the worker that trains on it."""
+    """Return the call that pulls the next batch from the server, on the actor's worker."""
     stream = config.stream
     if stream.wait_s >= config.rpc.call_timeout_s:
         raise ConfigError(
@@ -101,7 +102,7 @@ def stream_gen(config: Config) -> MFCDef:
     args: dict[str, Any] = {
         "group": config.experiment_name,
         "project": config.trial_name,
-        "batch_size": batch_size(config),
+        "batch_size": sequences_per_batch(config),
         "num_steps": config.total_train_steps,
         "max_tokens": config.rollout.max_total_tokens,
         "min_group_size": config.rollout.min_group_size,
@@ -125,8 +126,8 @@ def stream_gen(config: Config) -> MFCDef:
     )
 
 
-def own_server(config: Config) -> ServiceSpec:
-    """A server of this run, with its queue in the run folder."""
+def trajectory_server(config: Config) -> ServiceSpec:
+    """Return the trajectory server that the launcher starts, with its queue in the run folder."""
     stream = config.stream
     argv = ("--host", stream.host, "--port", str(stream.port), "--store", f"sqlite:{run_folder(config) / 'trajectory'}")
     return ServiceSpec("trajectory/0", "workers.trajectory_worker", argv)

@@ -1,4 +1,4 @@
-"""A black-box agent: an ordinary program around the ``openai`` package that knows nothing of training.
+"""Example of a black-box agent: a program around the ``openai`` package, without any training code.
 
 rollout.agent=experiments.openai_agent:rollout
 """
@@ -15,18 +15,18 @@ from realhf.rollout.black_box_agent import AgentSession
 
 
 async def rollout(task: Mapping[str, Any], base_url: str, session: AgentSession) -> float | None:
-    """Let the model act until the environment has had enough. The reward is the environment's (None)."""
-    del task  # the messages of the session say it in words
+    """Let the model act until the environment ends the episode. Return None: the environment's reward counts."""
+    del task  # The session's messages describe the task.
     messages: list[Any] = list(session.messages)
     tools: dict[str, Any] = {"tools": session.tools} if session.tools else {}
-    # The model is on this machine, over plain HTTP: no proxy has a part in it, and certificates, whose reading would
-    # take longer than an answer, are not loaded.
+    # The model is served on this machine over plain HTTP. Proxies are ignored, and certificates are not
+    # loaded, because reading them would take longer than a completion.
     http = DefaultAsyncHttpxClient(trust_env=False, verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
     async with AsyncOpenAI(base_url=base_url, api_key="none", http_client=http) as ai:
         while True:
             reply = await ai.chat.completions.create(model="policy", messages=messages, **tools)
-            said = reply.choices[0].message
-            answer = await session.step(said)
+            message = reply.choices[0].message
+            answer = await session.step(message)
             if answer.done:
                 return None
-            messages += [said.model_dump(exclude_none=True), *answer.messages]
+            messages += [message.model_dump(exclude_none=True), *answer.messages]

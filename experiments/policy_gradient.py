@@ -1,23 +1,24 @@
-"""Policy-gradient training on the tasks of any environment: env=NAME, or env.path=FILE.py:Name for one of your own.
+"""Policy-gradient training on the tasks of any environment: env=NAME, or env.path=FILE.py:Name for a custom one.
 
-GRPO, PPO, REINFORCE and their kin are settings of it (ppo.algo); which calls there are follows from what they need.
+GRPO, PPO, REINFORCE and related algorithms are settings of it (ppo.algo). The graph contains only the
+calls that the chosen algorithm needs.
 
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ────┬──┬─► actor_train
-                       ├─ packed_input_ids ─► teacher_inf ────┤  │   (teacher_inf only to distil,
-                       ├─ feedback_prompt_ids ► feedback_inf ─┤  │    feedback_inf only by what the policy is told,
+                       ├─ packed_input_ids ─► teacher_inf ────┤  │   (teacher_inf only for distillation,
+                       ├─ feedback_prompt_ids ► feedback_inf ─┤  │    feedback_inf only with ppo.feedback,
                        ├─ packed_input_ids ─────► ref_inf ────┤  │    ref_inf only with a KL term,
                        ├─ packed_input_ids ───► actor_inf ────┤  │    actor_inf only for a proximal policy,
-                       ├─ packed_input_ids ──► critic_inf ────┘  │    critic_* only where advantages take values)
+                       ├─ packed_input_ids ──► critic_inf ────┘  │    critic_* only for value-based advantages)
                        └─ tokens, masks, logprobs ───────────────┴─► critic_train
 
-With async_rl.enabled rollout workers take the place of actor_gen and rew_inf, and play while the trainer trains:
+With async_rl.enabled rollout workers replace actor_gen and rew_inf, and play while the trainer trains:
 
 rollout workers ── packed_input_ids, rewards, ... ──► StreamDataset ──► ref_inf, actor_inf, critic_inf ──► *_train
   (tokens from generation workers)  ▲──────────────── weights of every step ───────────────────────────────┘
 
-The inference calls need nothing of each other, and neither do the two train calls: on different workers they run side
-by side. Both train calls compute the same advantages from the same inputs. Values are those of the critic as it is when
-the batch arrives, whatever weights sampled it.
+The inference calls are independent of each other, and so are the two train calls: on different workers
+they run concurrently. Both train calls compute the same advantages from the same inputs. Values are
+computed with the critic's weights at the arrival of the batch, whatever weights sampled it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import sft
-from experiments.sft import BUILTIN, UNTRAINED, FirstWeights, first_weights
+from experiments.sft import BUILTIN, UNTRAINED, InitialWeights, resolve_initial_weights
 from realhf.algorithms.options import PASS_AT_K, PolicyGradientOptions, ResolvedOptions, batch_problems
 from realhf.algorithms.resolution import resolve
 from realhf.algorithms.role_options import ACTOR, BUILTIN_RATE, CriticConfig, RewardModelConfig
@@ -58,15 +59,15 @@ from realhf.base.plugin import absolute
 from realhf.env.loader.load import chosen_environment, with_environment
 
 SESSIONS = 32
-"""Episodes at once where neither the configuration nor the environment sets a number."""
+"""Default number of concurrent episodes if neither the configuration nor the environment limits it."""
 NO_CRITIC = "only advantages that take values have a critic (ppo.adv_estimator=gae, which ppo.algo=ppo sets)"
 NO_TEACHER = (
     "nothing is distilled (ppo.distill_weight, which ppo.algo=opd sets), the teacher is the policy itself "
     "(ppo.feedback), or it belongs to the other kind of teacher (teacher.path, teacher.url)"
 )
 NO_REWARD_MODEL = "reward_model.path names no reward model, or this experiment has another use for it"
-VERIFIED = ("reward_scaling", "reward_bias", "max_reward_clip")
-"""Options of the section ppo about the rewards that the environment gives."""
+REWARD_SHAPING = ("reward_scaling", "reward_bias", "max_reward_clip")
+"""Options of the section ppo that transform the environment's rewards."""
 EPISODE_KEYS = (
     "packed_input_ids",
     "prompt_mask",
@@ -78,11 +79,12 @@ EPISODE_KEYS = (
     "outcome",
     ROLLOUT_KEY,
 )
+"""Outputs of the call that generates episodes."""
 
 
 @dataclass
 class Config(sft.Config):
-    """With the policy gradient and its critic, beside the environment that the supervised experiment has."""
+    """sft.Config plus the sections ppo, critic, teacher and reward_model."""
 
     ppo: PolicyGradientOptions = section(PolicyGradientOptions)
     critic: CriticConfig = section(CriticConfig, idle=NO_CRITIC)
@@ -90,7 +92,8 @@ class Config(sft.Config):
     reward_model: RewardModelConfig = section(RewardModelConfig, idle=NO_REWARD_MODEL)
 
     def problems(self, name: str) -> Iterator[str]:
-        """Groups and minibatches must fit to rollouts and batches; the critic's warm-up must end before the run."""
+        """Report group and minibatch sizes that do not divide their batches, a critic warm-up as long as
+        the run, and adapter dropout, which would make the trained policy differ from the sampling one."""
         del name
         yield from batch_problems(self.ppo, self)
         if self.critic.warmup_steps >= self.total_train_steps:
@@ -106,24 +109,25 @@ class Config(sft.Config):
 
 
 def config_class(environment: str) -> type[Config]:
-    """The configuration of this experiment on an environment. Raises ValueError when there is no such environment."""
+    """Return the configuration class for an environment. Raises ValueError if it does not exist."""
     return with_environment(Config, environment)
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for contradicting
+    options."""
     streamed = config.async_rl.enabled
-    ppo, first = policy_options(config, streamed=streamed), first_weights(config)
-    models, mfcs = policy_gradient(config, ppo, first)
+    ppo, first = policy_options(config, streamed=streamed), resolve_initial_weights(config)
+    models, mfcs = build_training_graph(config, ppo, first)
     spec = on_tasks(config.experiment, config, models, [actor_gen(config, ppo), *mfcs], first)
-    return asynchronous(spec, config) if streamed else spec
+    return stream_rollouts(spec, config) if streamed else spec
 
 
-def policy_gradient(
-    config: Config, ppo: ResolvedOptions, first: FirstWeights
+def build_training_graph(
+    config: Config, ppo: ResolvedOptions, first: InitialWeights
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
-    """Return the models, and the calls that follow the episodes, wherever these come from."""
-    actor, (scoring, mfcs) = actor_spec(config, first), rewarded(config, ppo, first.path)
+    """Return the models, and the calls that follow the generation of episodes, whatever its source."""
+    actor, (scoring, mfcs) = actor_spec(config, first), build_reward_calls(config, ppo, first.path)
     if scoring and not ppo.rl_weight:
         raise ConfigError(
             f"reward_model.path: rewards teach nothing with ppo.rl_weight=0 (ppo.algo={ppo.algo}); leave it out, or "
@@ -136,7 +140,7 @@ def policy_gradient(
         )
     models = {"actor": actor, **scoring}
     if ppo.needs_reference:
-        models["ref"] = reference(config, actor)
+        models["ref"] = reference_model(config, actor)
         mfcs.append(ref_inf(config))
     if ppo.needs_teacher:
         mfcs.append(teacher_inf(config))
@@ -154,48 +158,52 @@ def policy_gradient(
 
 
 def policy_options(config: Config, *, streamed: bool = False) -> ResolvedOptions:
-    """The options of the policy gradient; ``loss_agg=constant`` divides by what an episode can sample at most. In
-    bfloat16 the two engines round differently, by far more than a clip range may have. Raises ConfigError for
-    ``count=row`` where each rollout has one."""
-    if config.ppo.count == "row" and one_sequence(config):
+    """Return the resolved options of the section ppo.
+
+    ``loss_agg=constant`` divides by the maximum number of sampled tokens. ``sampler_differs`` is set
+    where sampling and training log-probabilities differ: with asynchronous rollouts, another engine, or
+    in bfloat16, whose rounding differences exceed a typical clip range. Raises ConfigError for
+    ``count=row`` where each rollout is one row."""
+    if config.ppo.count == "row" and trains_one_sequence(config):
         raise ConfigError(
             "ppo.count=row has no effect where each rollout trains as one sequence: remove it, or set "
             "rollout.keep_reasoning=false, or in an asynchronous run rollout.agent"
         )
     return resolve(
         config.ppo,
-        loss_scale_len=most_sampled(config),
+        loss_scale_len=max_sampled_tokens(config),
         sampler_differs=streamed or config.actor.dtype != "float32" or config.engine.name != "embedded",
         scored_by_model=bool(config.reward_model.path),
-        own=own_options(config),
+        own=algorithm_options(config),
     )
 
 
-def most_sampled(config: Config) -> int:
-    """The most tokens that the policy can sample in an episode: in its turns, and in one sequence if that is all that
-    an episode trains as."""
+def max_sampled_tokens(config: Config) -> int:
+    """Return the maximum number of sampled tokens per episode: the limit of all turns, and that of one
+    sequence if an episode trains as a single sequence."""
     in_turns = config.gen.max_new_tokens * config.rollout.max_turns
-    return min(in_turns, config.rollout.max_total_tokens) if one_sequence(config) else in_turns
+    return min(in_turns, config.rollout.max_total_tokens) if trains_one_sequence(config) else in_turns
 
 
-def one_sequence(config: Config) -> bool:
-    """Whether all that an episode trains as is one sequence: no reasoning is dropped, and no agent has branches."""
+def trains_one_sequence(config: Config) -> bool:
+    """Return whether each episode trains as one sequence: no reasoning is dropped, and no agent may
+    hold several conversations."""
     return config.rollout.keep_reasoning and not (config.async_rl.enabled and config.rollout.agent)
 
 
-def actor_spec(config: Config, first: FirstWeights) -> ModelSpec:
-    """The role that plays and trains."""
+def actor_spec(config: Config, first: InitialWeights) -> ModelSpec:
+    """Return the actor, the role that plays and is trained."""
     actor = sft.actor_model(config, first.path, config.actor.optimizer, config.actor.lora.chosen())
-    return replace(actor, engine=sampler(config))
+    return replace(actor, engine=episode_engine(config))
 
 
-def sampler(config: Config) -> EngineConfig:
-    """What samples tokens, for sequences as long as episodes may be."""
+def episode_engine(config: Config) -> EngineConfig:
+    """Return the engine options, with a maximum length that holds the longest episode."""
     return replace(config.engine, max_model_len=config.engine.max_model_len or config.rollout.max_total_tokens)
 
 
-def reference(config: Config, actor: ModelSpec) -> ModelSpec:
-    """The role that keeps the first weights of ``actor``."""
+def reference_model(config: Config, actor: ModelSpec) -> ModelSpec:
+    """Return the reference role, which keeps the initial weights of ``actor``."""
     return ModelSpec(
         "ref",
         actor.path,
@@ -207,10 +215,13 @@ def reference(config: Config, actor: ModelSpec) -> ModelSpec:
     )
 
 
-def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
-    """The calls that make ``rewards`` of what the environment gave, and the reward model beside it, if there is
-    one, which reads the tokens of the model in ``actor_path``. Raises ConfigError for a folder that holds none, and for
-    options of the verifier's rewards where these have no part."""
+def build_reward_calls(
+    config: Config, ppo: ResolvedOptions, actor_path: str
+) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
+    """Return the reward model, if there is one, and the calls that compute ``rewards``.
+
+    The reward model must use the tokenizer of the model in ``actor_path``. Raises ConfigError for a
+    folder without a reward model, and for reward shaping options that a weight of 1 makes ineffective."""
     model = config.reward_model
     if not model.path:
         return {}, [rew_inf(config, ppo)]
@@ -219,19 +230,19 @@ def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dic
             f"reward_model.path={model.path}: no folder that holds {HEAD_FILE}, so no reward model; "
             "experiment=reward_model exports one"
         )
-    for name in VERIFIED if model.weight == 1 else ():
+    for name in REWARD_SHAPING if model.weight == 1 else ():
         if getattr(config.ppo, name) != getattr(PolicyGradientOptions, name):
             raise ConfigError(
                 f"ppo.{name} has no effect with reward_model.weight=1, which leaves the verifier no part in the "
                 "rewards: remove it"
             )
-    mixed = call(
+    mixed = step_call(
         config,
         "reward_inf",
         "reward_model",
         InterfaceType.INFERENCE,
         "reward_model",
-        {"weight": model.weight, **overlong(ppo)},
+        {"weight": model.weight, **overlong_args(ppo)},
         inputs=("packed_input_ids", "loss_mask", VERIFIER_REWARDS, ROLLOUT_KEY),
         outputs=("rewards",),
     )
@@ -247,50 +258,56 @@ def rewarded(config: Config, ppo: ResolvedOptions, actor_path: str) -> tuple[dic
     return {"reward_model": scoring}, [rew_inf(config, ppo, VERIFIER_REWARDS), mixed]
 
 
-def own_options(config: Config) -> Any:
-    """The section ``algorithm`` that the launcher adds for ``ppo.algo=FILE.py:NAME``; None without it."""
+def algorithm_options(config: Config) -> Any:
+    """Return the section ``algorithm``, which the launcher adds for ``ppo.algo=FILE.py:NAME``, or None."""
     return getattr(config, "algorithm", None)
 
 
 def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCDef:
-    """Groups of episodes, played by the actor, or by the reference in its place. The task of a sample is metadata, so
-    there are no input keys."""
+    """Return the call that generates groups of episodes, with the actor's weights or the reference's.
+
+    The task of a sample is metadata, so there are no input keys."""
     workers = config.actor.workers if role == "actor" else (*config.ref.workers, config.actor.workers[0])
-    options, keys = of_one_worker(config, workers), EPISODE_KEYS
+    options, keys = rollout_options_per_worker(config, workers), EPISODE_KEYS
     if ppo.needs_feedback:
         options = replace(options, feedback=ppo.feedback, feedback_tokens=ppo.feedback_tokens)
         keys = (*keys, FEEDBACK_PROMPT)
     args = options.to_args()
-    played = call(config, "actor_gen", role, InterfaceType.GENERATE, "env_rollout", args, outputs=keys)
-    return (
-        replace(played, resample=ppo.dynamic_sampling, signal=signal(config, ppo)) if ppo.dynamic_sampling else played
-    )
+    generation = step_call(config, "actor_gen", role, InterfaceType.GENERATE, "env_rollout", args, outputs=keys)
+    if not ppo.dynamic_sampling:
+        return generation
+    return replace(generation, resample=ppo.dynamic_sampling, signal=group_signal(config, ppo))
 
 
-def signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
-    """Which groups teach something: by the environment's rewards, cut where ``rew_inf`` cuts them, and without the
-    penalty for length. DAPO judges by the answers, of which some must be right and some wrong (Yu et al. 2025, eq. 11):
-    a group that differs in its lengths alone would teach nothing but to be short."""
+def group_signal(config: Config, ppo: ResolvedOptions) -> GroupSignal:
+    """Return the criterion of dynamic sampling for groups with a learning signal.
+
+    A group has one if its environment rewards differ, clipped as ``rew_inf`` clips them and without the
+    overlong penalty: a group that differs in its lengths alone would only teach shortness. DAPO requires
+    some right and some wrong answers (Yu et al. 2025, eq. 11)."""
     ends = [end / ppo.reward_scaling - ppo.reward_bias for end in (-ppo.max_reward_clip, ppo.max_reward_clip)]
     k = ppo.pass_at_k if ppo.adv_estimator == PASS_AT_K else None
     return GroupSignal(max(2, config.rollout.min_group_size), min(ends), max(ends), k or 1)
 
 
-def overlong(ppo: ResolvedOptions) -> dict[str, Any]:
-    """Arguments about the penalty for length, of the call that makes ``rewards``; {} without one."""
+def overlong_args(ppo: ResolvedOptions) -> dict[str, Any]:
+    """Return the arguments of the overlong penalty for the call that outputs ``rewards``; {} without it."""
     names = ("overlong_length", "overlong_buffer") if ppo.overlong_length is not None else ()
     return {name: getattr(ppo, name) for name in names}
 
 
 def rew_inf(config: Config, ppo: ResolvedOptions, output: str = "rewards") -> MFCDef:
-    """Outcomes to rewards, less for rollouts that are too long; it needs no weights and runs where the actor is. Beside
-    a reward model, which mixes what is called ``output`` then, no length counts yet: the penalty has no part of 1."""
-    args: dict[str, Any] = {name: getattr(ppo, name) for name in VERIFIED} | {"output_key": output}
+    """Return the call that shapes the environment's rewards and subtracts the overlong penalty.
+
+    It needs no weights and runs on the actor's worker. With a reward model, whose call mixes the two,
+    ``output`` is the key of the verifier's rewards; the penalty is then applied after the mixing, so
+    that it is not scaled by the weight."""
+    args: dict[str, Any] = {name: getattr(ppo, name) for name in REWARD_SHAPING} | {"output_key": output}
     keys = ("env_rewards", "outcome")
-    if output == "rewards" and (penalty := overlong(ppo)):
+    if output == "rewards" and (penalty := overlong_args(ppo)):
         args |= penalty
         keys = (*keys, "packed_input_ids", "loss_mask", ROLLOUT_KEY)
-    return call(
+    return step_call(
         config,
         "rew_inf",
         "actor",
@@ -303,8 +320,8 @@ def rew_inf(config: Config, ppo: ResolvedOptions, output: str = "rewards") -> MF
 
 
 def ref_inf(config: Config) -> MFCDef:
-    """Log-probabilities of the reference, for the KL term: of the trainable tokens, which are a third of all."""
-    return call(
+    """Return the call that computes the reference's log-probabilities of the trainable tokens, for the KL term."""
+    return step_call(
         config,
         "ref_inf",
         "ref",
@@ -317,8 +334,7 @@ def ref_inf(config: Config) -> MFCDef:
 
 
 def teacher_model(config: Config, actor_path: str) -> ModelSpec:
-    """Return the frozen role that judges the tokens of the actor, whose first weights and tokenizer are in
-    ``actor_path``."""
+    """Return the teacher, a frozen role. It must use the tokenizer of the actor in ``actor_path``."""
     teacher = config.teacher
     return ModelSpec(
         "teacher", teacher.path, tuple(teacher.workers), dtype=teacher.dtype, experts=None, tokens_of=actor_path
@@ -326,24 +342,29 @@ def teacher_model(config: Config, actor_path: str) -> ModelSpec:
 
 
 def teacher_inf(config: Config) -> MFCDef:
-    """Log-probabilities of the teacher: of a role of its own, or of a server, which the actor's worker asks. Raises
-    ConfigError without a teacher, and for a server where tokens are not sampled at temperature 1, the only one that it
-    knows, or where several workers would ask it for the same."""
-    teacher, keys = config.teacher, ("packed_input_ids", "loss_mask")
+    """Return the call that computes the teacher's log-probabilities, by its own role or through a server.
+
+    Raises ConfigError without a teacher. A server is queried by the actor's worker; ConfigError is
+    raised if the temperature is not 1, the only one that servers support, or if several workers share
+    a sharded actor and would query it for the same sequences."""
+    teacher = config.teacher
+    keys = ("packed_input_ids", "loss_mask")
     args: dict[str, Any] = {"output_key": "teacher_logprobs", "temperature": config.gen.temperature}
-    role, interface = "teacher", "logprob"
+    role = "teacher"
+    interface = "logprob"
     if teacher.url:
         if config.gen.temperature != 1:
             raise ConfigError(
-                f"gen.temperature={config.gen.temperature:g}: a server says log-probabilities at temperature 1, so "
+                f"gen.temperature={config.gen.temperature:g}: a server returns log-probabilities at temperature 1, so "
                 "teacher.url needs gen.temperature=1; a teacher of teacher.path takes any"
             )
         if parallel_of("actor", config.actor).fsdp > 1:
             raise ConfigError(
-                f"actor.backend={config.actor.backend}: all workers of an actor that is cut over them would ask "
-                "teacher.url, and be told other digits; use actor.backend=ddp, or a teacher of teacher.path"
+                f"actor.backend={config.actor.backend}: all workers of a sharded actor would query teacher.url and "
+                "get slightly different values; use actor.backend=ddp, or a teacher of teacher.path"
             )
-        role, interface = "actor", "served_logprob"
+        role = "actor"
+        interface = "served_logprob"
         args = {
             "url": teacher.url,
             "served_model": teacher.model,
@@ -356,7 +377,7 @@ def teacher_inf(config: Config) -> MFCDef:
             f"ppo.distill_weight (ppo.algo={config.ppo.algo}): there is no teacher; set teacher.path to a folder or a "
             "hub id, or teacher.url to a server"
         )
-    return call(
+    return step_call(
         config,
         "teacher_inf",
         role,
@@ -369,14 +390,15 @@ def teacher_inf(config: Config) -> MFCDef:
 
 
 def feedback_inf(config: Config) -> MFCDef:
-    """What the actor makes of its tokens when it has read what became of them. Raises ConfigError for an agent of one's
-    own, whose prompts are not the environment's."""
+    """Return the self-distillation call: the actor scores its tokens given feedback on the episode.
+
+    Raises ConfigError for a custom agent, whose prompts the feedback cannot be inserted into."""
     if config.async_rl.enabled and config.rollout.agent:
         raise ConfigError(
-            f"rollout.agent={config.rollout.agent}: what it asks the policy is its own, so nothing can be told there; "
+            f"rollout.agent={config.rollout.agent}: it writes its own prompts, so feedback cannot be inserted; "
             "leave out ppo.feedback (ppo.algo=sdpo), or the agent"
         )
-    return call(
+    return step_call(
         config,
         "feedback_inf",
         "actor",
@@ -389,9 +411,10 @@ def feedback_inf(config: Config) -> MFCDef:
 
 
 def actor_inf(config: Config) -> MFCDef:
-    """Log-probabilities of the actor before it trains on the step: the proximal policy's."""
+    """Return the call that computes the actor's log-probabilities before the step's update: those of
+    the proximal policy."""
     args = {"output_key": "proximal_logprobs", "temperature": config.gen.temperature}
-    return call(
+    return step_call(
         config,
         "actor_inf",
         "actor",
@@ -404,7 +427,9 @@ def actor_inf(config: Config) -> MFCDef:
 
 
 def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Advantages, then one step on the objective that ``ppo`` was resolved to; no update while only a critic trains."""
+    """Return the call that computes advantages and takes one step on the resolved objective.
+
+    During the critic's warm-up it makes no update."""
     args = {
         "ppo": ppo.chosen(config.ppo),
         "temperature": config.gen.temperature,
@@ -424,13 +449,14 @@ def actor_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         *ppo.scored_keys,
         *ppo.turn_keys,
     )
-    return call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
+    return step_call(config, "actor_train", "actor", InterfaceType.TRAIN_STEP, "policy_gradient", args, inputs=keys)
 
 
 def critic_model(config: Config, actor_path: str) -> ModelSpec:
-    """Return the role that learns values: a decoder with a value head, from the actor's first weights in ``actor_path``
-    unless it has a path of its own. It learns at the actor's rate unless it has one of its own, or is the small critic
-    of the built-in policy."""
+    """Return the critic: a decoder with a value head.
+
+    Its initial weights are the actor's in ``actor_path`` unless ``critic.path`` is set. Its learning
+    rate defaults to the actor's, or to ``BUILTIN_RATE`` when it starts from the built-in policy."""
     critic = config.critic
     small = critic.path == ACTOR and config.actor.path in (BUILTIN, UNTRAINED)
     return ModelSpec(
@@ -451,16 +477,16 @@ def critic_model(config: Config, actor_path: str) -> ModelSpec:
 
 
 def critic_inf(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """Values of the states in which the policy sampled, before the critic trains on the step."""
+    """Return the call that computes the values of all sampled tokens' states, before the critic's update."""
     args = _critic_args(config, ppo)
     keys = ("packed_input_ids", "loss_mask")
-    return call(
+    return step_call(
         config, "critic_inf", "critic", InterfaceType.INFERENCE, "critic", args, inputs=keys, outputs=("values",)
     )
 
 
 def critic_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
-    """The critic's step on the returns of the batch: from what ``actor_train`` makes its advantages of."""
+    """Return the critic's train call, on returns computed from the same inputs as ``actor_train``'s advantages."""
     behaviour = ("packed_logprobs", "packed_ref_logprobs") if ppo.kl_ctl != 0 else ()
     proximal = ("proximal_logprobs",) if ppo.kl_ctl != 0 and ppo.recompute_logprob else ()
     truncated = ("seq_no_eos_mask",) if ppo.mask_too_long else ()
@@ -477,11 +503,12 @@ def critic_train(config: Config, ppo: ResolvedOptions) -> MFCDef:
         *ppo.turn_keys,
     )
     args = _critic_args(config, ppo)
-    return call(config, "critic_train", "critic", InterfaceType.TRAIN_STEP, "critic", args, inputs=keys)
+    return step_call(config, "critic_train", "critic", InterfaceType.TRAIN_STEP, "critic", args, inputs=keys)
 
 
 def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
-    """Arguments of the critic's interface; calls with the same ones share it, and with it the units of its values."""
+    """Return the arguments of the critic's interface. Both critic calls must have the same ones, so that
+    they share one interface and the scale of its values."""
     return {
         "ppo": ppo.chosen(config.ppo),
         "critic": config.critic.learning(ppo.ppo_n_minibatches, ppo.sample_reuse),
@@ -490,9 +517,11 @@ def _critic_args(config: Config, ppo: ResolvedOptions) -> dict[str, object]:
 
 
 def rollout_options(config: Config) -> RolloutOptions:
-    """How training and evaluation play their episodes. Raises ConfigError for an environment that would be cut off
-    before it scores them."""
-    rollout, environment = config.rollout, chosen_environment(config.env)
+    """Return the options with which training and evaluation play episodes.
+
+    Raises ConfigError if ``rollout.max_turns`` would end episodes before the environment scores them."""
+    rollout = config.rollout
+    environment = chosen_environment(config.env)
     if (own := environment.spec.max_turns) > rollout.max_turns:
         raise ConfigError(
             f"rollout.max_turns={rollout.max_turns} cuts episodes off before {environment.spec.name} has ended and "
@@ -517,10 +546,10 @@ def rollout_options(config: Config) -> RolloutOptions:
     )
 
 
-def of_one_worker(config: Config, workers: Iterable[int]) -> RolloutOptions:
-    """The options of each of the ``workers`` that play for training or evaluation, which is the first one's of the
-    actor. Together they have the sessions of the environment: each keeps its own, and would wait in vain for more than
-    there are."""
+def rollout_options_per_worker(config: Config, workers: Iterable[int]) -> RolloutOptions:
+    """Return the rollout options of each of ``workers``, which divide the environment's sessions evenly.
+
+    Workers keep their sessions open, so one that tried to open more than its share would wait forever."""
     options = rollout_options(config)
     return replace(options, sessions=max(1, options.sessions // len({*workers})))
 
@@ -530,12 +559,16 @@ def on_tasks(
     config: Config,
     models: dict[str, ModelSpec],
     mfcs: list[MFCDef],
-    first: FirstWeights,
+    first: InitialWeights,
     exported: str = "actor",
 ) -> ExperimentSpec:
-    """Tasks from the curriculum; the policy, or another role, exported at the end, and held-out success before and
-    after if it is the policy."""
-    environment, dataset, mfcs = chosen_environment(config.env), config.dataset, with_turns(mfcs)
+    """Return the experiment on tasks drawn by the curriculum.
+
+    The role ``exported`` is saved at the end. Held-out success is evaluated before and after training
+    if that is the actor."""
+    environment = chosen_environment(config.env)
+    dataset = config.dataset
+    mfcs = add_turn_rewards(mfcs)
     playing = next(call for call in mfcs if call.interface == "env_rollout")
     tasks = {
         "environment": environment.reference,
@@ -555,7 +588,7 @@ def on_tasks(
         seed=config.seed,
         run_dir=run_folder(config),
         environment=environment.spec.launch,
-        evaluation=held_out(config, playing) if exported == "actor" else None,
+        evaluation=held_out_evaluation(config, playing) if exported == "actor" else None,
         before=first.before,
         jobs=first.jobs,
         export_role=exported,
@@ -563,12 +596,15 @@ def on_tasks(
     )
 
 
-def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
-    """The same experiment with its rollouts streamed. Raises ConfigError when the sessions do not hold a group, when
-    there is no file of the agent, or for an option that does nothing."""
+def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
+    """Return the asynchronous variant of an experiment, with its generating calls on rollout workers.
+
+    Raises ConfigError if a worker's sessions do not hold a group, if the agent's file does not exist, or
+    for an option without effect."""
     staying, leaving = to_async(spec.mfcs)
     options, episodes = config.async_rl, RolloutOptions.from_args(leaving[0].interface_args)
-    episodes = replace(episodes, sessions=rollout_options(config).sessions)  # The actor's workers play none.
+    # Rollout workers get all sessions: the actor's workers play no episodes.
+    episodes = replace(episodes, sessions=rollout_options(config).sessions)
     sessions = episodes.sessions // options.n_rollout_workers
     if sessions < config.ppo.group_size:
         raise ConfigError(
@@ -576,7 +612,7 @@ def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
             f"needs ppo.group_size={config.ppo.group_size} of them (rollout.sessions, and what the environment allows: "
             "for AWS env.pool_size)"
         )
-    rollout = RolloutSpec("actor", tuple(leaving), episodes, options, sessions, agent=chosen_agent(config))
+    rollout = RolloutSpec("actor", tuple(leaving), episodes, options, sessions, agent=resolve_agent(config))
     trainer = spec.models["actor"].workers[0]
     streamed = {key for call in leaving for key in call.output_keys}
     return replace(
@@ -587,9 +623,9 @@ def asynchronous(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     )
 
 
-def chosen_agent(config: Config) -> str:
-    """The agent that plays, a file of it by its absolute path. Raises ConfigError when there is no such file; rollout
-    workers import it."""
+def resolve_agent(config: Config) -> str:
+    """Return the agent's reference with an absolute path, since rollout workers import it. Raises
+    ConfigError if its file does not exist."""
     agent = absolute(config.rollout.agent)
     place = agent.rpartition(":")[0]
     if place.endswith(".py") and not Path(place).is_file():
@@ -597,8 +633,8 @@ def chosen_agent(config: Config) -> str:
     return agent
 
 
-def with_turns(mfcs: list[MFCDef]) -> list[MFCDef]:
-    """The same calls; where one has rewards per turn among its inputs, the call that plays episodes makes them."""
+def add_turn_rewards(mfcs: list[MFCDef]) -> list[MFCDef]:
+    """Return the calls, with turn rewards among the outputs of ``env_rollout`` if any call reads them."""
     if not any(key in TURN_KEYS for call in mfcs for key in call.input_keys):
         return mfcs
     return [
@@ -613,31 +649,32 @@ def with_turns(mfcs: list[MFCDef]) -> list[MFCDef]:
     ]
 
 
-def held_out(config: Config, playing: MFCDef) -> EvaluationSpec:
-    """Every template on instances that training never sees, at the training temperature and greedy. It has the
-    arguments of the call ``playing``, because only then it plays in the sessions of that: an environment may have no
-    others."""
+def held_out_evaluation(config: Config, playing: MFCDef) -> EvaluationSpec:
+    """Return the evaluation on held-out instances of the templates, sampled and greedy.
+
+    It uses the same interface arguments as the call ``playing``, so that both share one interface and
+    its sessions: the environment may not allow more."""
     evaluation = config.evaluation
-    wanted = HeldOutOptions(
+    final = HeldOutOptions(
         HELD_OUT, evaluation.episodes_per_task, evaluation.greedy_episodes_per_task, evaluation.templates
     )
     share = evaluation.interim_share
     interim = replace(
-        wanted,
-        episodes_per_task=math.ceil(share * wanted.episodes_per_task),
-        greedy_episodes_per_task=math.ceil(share * wanted.greedy_episodes_per_task),
+        final,
+        episodes_per_task=math.ceil(share * final.episodes_per_task),
+        greedy_episodes_per_task=math.ceil(share * final.greedy_episodes_per_task),
     )
     return EvaluationSpec(
         "actor",
         playing.interface,
         playing.interface_args,
-        wanted.to_args(),
+        final.to_args(),
         interim.to_args(),
         every_steps=evaluation.every_steps,
     )
 
 
-def call(
+def step_call(
     config: Config,
     name: str,
     role: str,
@@ -648,7 +685,7 @@ def call(
     inputs: tuple[str, ...] = (),
     outputs: tuple[str, ...] = (),
 ) -> MFCDef:
-    """A call that takes the samples of a whole step."""
+    """Return a call of the graph on all samples of a step."""
     return MFCDef(
         name,
         role,

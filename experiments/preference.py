@@ -1,5 +1,7 @@
-"""What experiments on pairs of episodes have in common: groups are played, and the rewards of the environment say which
-of two episodes of a task is the better one. ``experiments/reward_model.py`` and ``experiments/dpo.py`` learn from them.
+"""Shared parts of the experiments on preference pairs (``experiments/reward_model.py``, ``experiments/dpo.py``).
+
+The policy plays groups of episodes. Two episodes of a group form a pair, in which the one with the
+higher environment reward is preferred.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments import policy_gradient
-from experiments.policy_gradient import call
+from experiments.policy_gradient import step_call
 from realhf.algorithms.options import PAIRINGS, ResolvedOptions
 from realhf.algorithms.resolution import resolve
 from realhf.api.config import ConfigError
@@ -17,47 +19,53 @@ from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.keys import ROLLOUT_KEY
 from realhf.api.option import option, section
 
-FIRST, CURRENT = PLAYERS = ("first", "current")
-_OF_DPO = "it is about a policy that learns from pairs (experiment=dpo)"
-LABELLED = ("packed_input_ids", "loss_mask", "rewards", "outcome", ROLLOUT_KEY)
+FIRST = "first"
+CURRENT = "current"
+PLAYERS = (FIRST, CURRENT)
+"""Values of ``preference.player``: the policy's initial weights, or the weights in training."""
+_DPO_ONLY = "it applies to a policy that learns from pairs (experiment=dpo)"
+PAIR_KEYS = ("packed_input_ids", "loss_mask", "rewards", "outcome", ROLLOUT_KEY)
+"""Inputs of every train call on pairs."""
 
 
 @dataclass
 class PreferenceOptions:
-    """Which pairs of a group's rollouts are learnt from, and how. A group counts as much as every other one."""
+    """Preference pairs among the rollouts of a group, and their loss. All groups have equal weight."""
 
     pairing: str = option(
         "all",
-        "A group gives a pair for every two rollouts whose rewards differ (all), or its best and its worst (extremes).",
+        "Pairs formed in a group: all pairs of rollouts with different rewards, or the best and the worst rollout "
+        "only (extremes).",
         choices=PAIRINGS,
     )
-    min_gap: float = option(0.0, "The rewards of a pair differ by more than this.", at_least=0)
+    min_gap: float = option(0.0, "Minimum reward difference within a pair, exclusive.", at_least=0)
     held_out: float = option(
         0.2,
-        "About this share of the groups trains nothing and measures how often the better one is found.",
+        "Approximate fraction of the groups held out from training to measure pairwise accuracy.",
         at_least=0,
         at_most=0.9,
     )
     beta: float = option(
-        0.1, "DPO: the larger it is, the closer to the reference the policy stays.", above=0, idle=_OF_DPO
+        0.1, "DPO beta; larger values keep the policy closer to the reference.", above=0, idle=_DPO_ONLY
     )
     smoothing: float = option(
         0.0,
-        "DPO: this share of the pairs is taken to be the wrong way round.",
+        "DPO label smoothing: the assumed fraction of pairs whose preference is reversed.",
         at_least=0,
         at_most=0.49,
-        idle=_OF_DPO,
+        idle=_DPO_ONLY,
     )
     player: str | None = option(
         None,
-        "DPO: episodes are played with the policy's first weights, or with those that train; by default with the first "
-        "ones, unless adapters train (actor.lora.rank), whose base scores and does not sample.",
+        "DPO: weights that play the episodes, the policy's initial ones (first) or those in training (current). "
+        "Defaults to first, or to current with LoRA (actor.lora.rank), whose reference cannot sample.",
         choices=PLAYERS,
-        idle=_OF_DPO,
+        idle=_DPO_ONLY,
     )
     center: float = option(
         0.01,
-        "A reward model: the loss contains the square of the two scores' sum times this, so that scores stay near 0.",
+        "Reward model: coefficient of the squared sum of a pair's two scores in the loss, which centres the scores "
+        "around 0.",
         at_least=0,
         idle="only a reward model has scores of its own (experiment=reward_model)",
     )
@@ -65,12 +73,12 @@ class PreferenceOptions:
 
 @dataclass
 class Config(policy_gradient.Config):
-    """The configuration of the policy gradient, whose groups, rewards and models these experiments have."""
+    """policy_gradient.Config plus the section preference."""
 
     preference: PreferenceOptions = section(PreferenceOptions)
 
     def problems(self, name: str) -> Iterator[str]:
-        """Some rewards must be able to differ by as much as a pair asks for."""
+        """Report a ``min_gap`` that clipped rewards cannot exceed, and groups too small for a pair."""
         yield from super().problems(name)
         if self.preference.min_gap >= 2 * self.ppo.max_reward_clip:
             yield (
@@ -81,8 +89,8 @@ class Config(policy_gradient.Config):
             yield f"ppo.group_size={self.ppo.group_size}: a pair needs two rollouts of a task; set at least 2"
 
 
-def synchronous(config: Config) -> None:
-    """Raise ConfigError for streamed rollouts: only whole groups are compared, as the step has them."""
+def check_synchronous(config: Config) -> None:
+    """Raise ConfigError for asynchronous rollouts: pairs are formed in the whole groups of a step."""
     if config.async_rl.enabled:
         raise ConfigError(
             f"async_rl.enabled=true: {config.experiment} plays and trains in turns; leave it out, or take an "
@@ -90,15 +98,16 @@ def synchronous(config: Config) -> None:
         )
 
 
-def played(config: Config) -> ResolvedOptions:
-    """The options of the section ppo that these experiments have: groups and their rewards."""
+def group_options(config: Config) -> ResolvedOptions:
+    """Return the options of the section ppo that apply here: the group size and reward shaping."""
     names = ("group_size", "reward_scaling", "reward_bias", "max_reward_clip")
     return resolve({name: getattr(config.ppo, name) for name in names})
 
 
-def pairwise(config: Config, role: str, interface: str, args: Mapping[str, Any], *more: str) -> MFCDef:
-    """The train call of ``role`` on the pairs of a step; ``more`` are keys that it reads beside the rewards."""
+def pairwise_train(config: Config, role: str, interface: str, args: Mapping[str, Any], *extra_keys: str) -> MFCDef:
+    """Return the train call of ``role`` on the pairs of a step. ``extra_keys`` are inputs in addition
+    to ``PAIR_KEYS``."""
     shared = {name: getattr(config.preference, name) for name in ("pairing", "min_gap", "held_out")}
     options = {**shared, "max_nonfinite_steps": config.ppo.max_nonfinite_steps, **args}
-    inputs = (*LABELLED, *more)
-    return call(config, f"{role}_train", role, InterfaceType.TRAIN_STEP, interface, options, inputs=inputs)
+    inputs = (*PAIR_KEYS, *extra_keys)
+    return step_call(config, f"{role}_train", role, InterfaceType.TRAIN_STEP, interface, options, inputs=inputs)

@@ -1,17 +1,17 @@
-"""A reward model, trained on pairs of episodes that the policy plays on the tasks of any environment.
+"""Reward model training on pairs of episodes that the policy plays on the tasks of any environment.
 
 (tasks) ──► actor_gen ──┬─ env_rewards, outcome ─► rew_inf ─ rewards ─► reward_model_train
                        └─ packed_input_ids, loss_mask ────────────────────┘
 
-The policy plays with its first weights and does not train. ``reward_model.path=RUN/policy`` gives what came out a part
-in the rewards of every experiment of the policy gradient.
+The policy plays with its initial weights and is not trained. ``reward_model.path=RUN/policy`` then uses
+the model in the rewards of any policy-gradient experiment.
 """
 
 from __future__ import annotations
 
-from experiments.policy_gradient import BUILTIN, UNTRAINED, actor_gen, on_tasks, rew_inf, sampler
-from experiments.preference import Config, pairwise, played, synchronous
-from experiments.sft import FirstWeights, first_weights
+from experiments.policy_gradient import BUILTIN, UNTRAINED, actor_gen, episode_engine, on_tasks, rew_inf
+from experiments.preference import Config, check_synchronous, group_options, pairwise_train
+from experiments.sft import InitialWeights, resolve_initial_weights
 from realhf.algorithms.role_options import BUILTIN_RATE
 from realhf.api.experiment import ExperimentSpec, ModelSpec
 from realhf.api.parallel import alone, parallel_of
@@ -21,25 +21,26 @@ ROLE = "reward_model"
 
 
 def config_class(environment: str) -> type[Config]:
-    """The configuration of this experiment on an environment. Raises ValueError when there is no such environment."""
+    """Return the configuration class for an environment. Raises ValueError if it does not exist."""
     return with_environment(Config, environment)
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for options that contradict."""
-    synchronous(config)
-    first = first_weights(config)
-    models = {"actor": player(config, first), ROLE: trained_model(config, first)}
+    """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for contradicting
+    options."""
+    check_synchronous(config)
+    first = resolve_initial_weights(config)
+    models = {"actor": playing_model(config, first), ROLE: build_reward_model(config, first)}
     mfcs = [
-        actor_gen(config, played(config)),
-        rew_inf(config, played(config)),
-        pairwise(config, ROLE, "reward_model", {"center": config.preference.center}),
+        actor_gen(config, group_options(config)),
+        rew_inf(config, group_options(config)),
+        pairwise_train(config, ROLE, "reward_model", {"center": config.preference.center}),
     ]
     return on_tasks(config.experiment, config, models, mfcs, first, exported=ROLE)
 
 
-def player(config: Config, first: FirstWeights) -> ModelSpec:
-    """Return the role that plays and does not train."""
+def playing_model(config: Config, first: InitialWeights) -> ModelSpec:
+    """Return the actor, which plays the episodes and is not trained."""
     actor = config.actor
     return ModelSpec(
         "actor",
@@ -50,13 +51,15 @@ def player(config: Config, first: FirstWeights) -> ModelSpec:
         experts=actor.experts,
         chat_template_kwargs=actor.chat_template_kwargs,
         tool_parser=actor.tool_parser,
-        engine=sampler(config),
+        engine=episode_engine(config),
     )
 
 
-def trained_model(config: Config, first: FirstWeights) -> ModelSpec:
-    """Return the role that learns to score: a decoder with a value head, from the actor's first weights unless it has a
-    path of its own. It learns at the actor's rate unless it has one of its own, or is small as the built-in policy."""
+def build_reward_model(config: Config, first: InitialWeights) -> ModelSpec:
+    """Return the reward model: a decoder with a value head.
+
+    Its initial weights are the actor's unless ``reward_model.path`` is set. Its learning rate defaults
+    to the actor's, or to ``BUILTIN_RATE`` when it starts from the built-in policy."""
     model = config.reward_model
     small = not model.path and config.actor.path in (BUILTIN, UNTRAINED)
     return ModelSpec(

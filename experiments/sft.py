@@ -1,8 +1,8 @@
-"""Supervised training on demonstrations: episodes that the scripted solver of an environment really played in it.
+"""Supervised fine-tuning on demonstrations: episodes that the environment's scripted solver played in it.
 
     packed_input_ids, loss_mask ──► actor_train
 
-An experiment of its own, and the warm start of the policy for the experiments that build on it.
+It is an experiment by itself, and the warm start of the policy in other experiments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.shipped_policy import LESSONS, is_outdated, shipped_policy
+from experiments.shipped_policy import LESSONS, find_shipped_policy, is_outdated
 from realhf.api.config import ConfigError, ExperimentConfig, LoraConfig, OptimizerConfig, WarmStartConfig, run_folder
 from realhf.api.environment import DemonstrationRequest
 from realhf.api.experiment import ExperimentSpec, InterfaceType, JobSpec, MFCDef, ModelSpec, SourceSpec
@@ -33,27 +33,30 @@ LEARNING_MODULES = (
     "realhf.backends.training.torch_backend",
     "realhf.dataflow.model_host",
 )
-"""With all that they import: what a warm-started policy depends on, beside its demonstrations."""
-BUILTIN, UNTRAINED = "builtin", "builtin_tiny"
-"""Models that are made here: the built-in policy, trained on demonstrations first, and one that knows nothing."""
+"""Modules whose code, with everything that they import, enters the cache key of a warm-started policy."""
+BUILTIN = "builtin"
+"""``actor.path`` of the built-in policy, which is trained on demonstrations first."""
+UNTRAINED = "builtin_tiny"
+"""``actor.path`` of the built-in policy with random weights."""
 
 
 @dataclass
 class Config(ExperimentConfig):
-    """With the environment whose tasks are demonstrated; its own options make the section ``env``."""
+    """ExperimentConfig plus the section ``env``, which holds the options of the chosen environment."""
 
-    env: Any = option(None, "The environment and its options: env=NAME, or env.path=FILE.py:Name for one of your own.")
+    env: Any = option(None, "Environment and its options: env=NAME, or env.path=FILE.py:Name for a custom one.")
 
 
 def config_class(environment: str) -> type[Config]:
-    """The configuration of this experiment on an environment. Raises ValueError when there is no such environment."""
+    """Return the configuration class for an environment. Raises ValueError if it does not exist."""
     return with_environment(Config, environment)
 
 
 def build(config: Config) -> ExperimentSpec:
-    """Return supervised training on demonstrations that are played first, unless they are there already. Raises
-    ConfigError for an environment without a scripted solver."""
-    spec = _supervised(
+    """Return the supervised experiment. Its demonstrations are played first, unless they are cached.
+
+    Raises ConfigError for an environment without a scripted solver."""
+    spec = _build_supervised(
         config,
         steps=config.total_train_steps,
         batch=config.dataset.train_bs_n_seqs,
@@ -63,39 +66,47 @@ def build(config: Config) -> ExperimentSpec:
     return replace(spec, name=config.experiment, run_dir=run_folder(config))
 
 
-class FirstWeights(NamedTuple):
-    """Where an experiment's first weights lie, and what makes them: experiments that run before, and single jobs."""
+class InitialWeights(NamedTuple):
+    """The initial weights of an experiment, and what has to run to produce them."""
 
     path: str
+    """Folder or hub id of the model."""
     before: tuple[ExperimentSpec, ...] = ()
+    """Experiments that run first, such as a warm start."""
     jobs: tuple[JobSpec, ...] = ()
+    """Jobs that run first, such as the creation of a random model."""
 
 
-def first_weights(config: Config) -> FirstWeights:
-    """The model that an experiment starts from: the built-in policy after its warm start, one that knows nothing, or
-    that of actor.path, after a warm start if actor.warm_start says so. Raises ConfigError for a warm start on an
+def resolve_initial_weights(config: Config) -> InitialWeights:
+    """Return the model that an experiment starts from.
+
+    It is the built-in policy after its warm start, the untrained one, or the model of ``actor.path``,
+    after a warm start if ``actor.warm_start`` is set. Raises ConfigError for a warm start in an
     environment without a scripted solver."""
     if config.actor.path == BUILTIN or (config.actor.path != UNTRAINED and config.actor.warm_start):
-        before = warm_start(config)
-        return FirstWeights(str(before.artifact), (before,))
+        before = build_warm_start(config)
+        return InitialWeights(str(before.artifact), (before,))
     if config.actor.path == UNTRAINED:
-        job = untrained_policy(config)
-        return FirstWeights(str(job.artifact), jobs=(job,))
-    return FirstWeights(config.actor.path)
+        job = build_untrained_policy(config)
+        return InitialWeights(str(job.artifact), jobs=(job,))
+    return InitialWeights(config.actor.path)
 
 
 OUTDATED = (
     "the policy that ships with the environment was taught by another prompt, other tasks or other scripts than there "
     "are now, so the run makes one of its own first (python -m experiments.shipped_policy ships a new one)"
 )
+"""Advice shown when a shipped policy does not match the environment any more."""
 
 
-def warm_start(config: Config) -> ExperimentSpec:
-    """A policy's training on demonstrations, of all its weights, found again by the content of all that it depends
-    on; in place of the built-in policy's, the one that ships with the environment, where that was made from the
-    same."""
+def build_warm_start(config: Config) -> ExperimentSpec:
+    """Return the supervised experiment that warm-starts the policy, training all of its weights.
+
+    The artifact's name is a hash of everything that it depends on, so that later runs reuse it. For
+    the built-in policy the artifact is the one shipped with the environment, if it was made from the
+    same inputs."""
     options = config.warm_start
-    spec = _supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
+    spec = _build_supervised(config, steps=options.train_steps, batch=options.batch_size, optimizer=options.optimizer)
     files = imported_files(PACKAGE, LEARNING_MODULES)
     made_from: dict[str, Any] = {
         "artifacts": [job.artifact.name for job in spec.jobs],
@@ -104,17 +115,17 @@ def warm_start(config: Config) -> ExperimentSpec:
         "max_tokens": config.rollout.max_total_tokens,
     }
     if config.actor.path != BUILTIN:
-        made_from["weights"] = _content(config.actor.path)
+        made_from["weights"] = _hash_model_files(config.actor.path)
     if config.actor.chat_template_kwargs:
         made_from["template"] = config.actor.chat_template_kwargs
-    key = content_key({**made_from, "options": _training(options)}, files)
+    key = content_key({**made_from, "options": _training_options(options)}, files)
     folder = run_folder(config) / f"warm_start-{key}"
-    artifact = _cache(config) / f"policy-{key}"
+    artifact = _cache_folder(config) / f"policy-{key}"
     advice: tuple[str, ...] = ()
     if config.actor.path == BUILTIN and options.shipped:
         ships = chosen_environment(config.env).spec.shipped_policy
         recipe = warm_start_recipe(config) if ships is not None else {}
-        if (shipped := shipped_policy(ships, recipe)) is not None:
+        if (shipped := find_shipped_policy(ships, recipe)) is not None:
             artifact = shipped
         elif ships is not None and is_outdated(ships, recipe):
             advice = (OUTDATED,)
@@ -122,27 +133,29 @@ def warm_start(config: Config) -> ExperimentSpec:
 
 
 def warm_start_recipe(config: Config) -> dict[str, Any]:
-    """What the warm start of the built-in policy is made from, as far as a person chooses it: all but the seed, the
-    code and where files are kept; and what it is taught."""
-    environment, options = chosen_environment(config.env), config.warm_start
+    """Return the inputs of the built-in policy's warm start as JSON values: the user's options, without
+    the seed, the code and file locations, and a digest of the demonstrated tasks and scripts."""
+    environment = chosen_environment(config.env)
+    options = config.warm_start
     return {
         "environment": environment.reference,
-        "demonstrations": _player(environment, _request(config, seed=0))[1],
+        "demonstrations": _demonstration_program(environment, _demonstration_request(config, seed=0))[1],
         LESSONS: _lessons_digest(environment),
         "model": {**to_json_value(config.builtin), "backend": config.actor.backend, "dtype": config.actor.dtype},
         "max_tokens": config.rollout.max_total_tokens,
         "template": config.actor.chat_template_kwargs,
-        "training": _training(options),
+        "training": _training_options(options),
     }
 
 
 _SAMPLE = DemonstrationRequest(episodes_per_task=2, seed=0, habit_fraction=0.5, recovery_fraction=0.5)
-"""One mistake that is stuck to and one that is recovered from, which ends in the solution, of each template."""
+"""Two demonstrations of each template: one unrepaired mistake, and one that is repaired and then solves the task."""
 
 
 def _lessons_digest(environment: ChosenEnvironment) -> str:
-    """Return the SHA-256 of the system prompt and of a sample of tasks and scripts: a policy that was taught others is
-    outdated, whatever the options of its warm start."""
+    """Return the SHA-256 of the system prompt and of a sample of tasks and scripts.
+
+    A shipped policy with another digest is outdated, whatever the options of its warm start."""
     spec = environment.spec
     lessons: list[Any] = []
     if spec.demonstrations is not None:
@@ -150,35 +163,38 @@ def _lessons_digest(environment: ChosenEnvironment) -> str:
     elif spec.demonstrate is not None:
         for one in spec.demonstrate(_SAMPLE):
             lessons.append([dict(one.task.payload), one.turns, one.learned])
-    told = [spec.system_prompt, *lessons]
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    content = [spec.system_prompt, *lessons]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _training(options: WarmStartConfig) -> dict[str, Any]:
-    """How a warm start trains, and not where it is kept or found."""
+def _training_options(options: WarmStartConfig) -> dict[str, Any]:
+    """Return the options that affect the training, with those about file locations set to None."""
     return {**to_json_value(options), "cache_dir": None, "shipped": None}
 
 
-def _content(path: str) -> list[str]:
-    """What is in a model's folder; of a hub id, its name. Reading half a gigabyte takes a second."""
+def _hash_model_files(path: str) -> list[str]:
+    """Return "NAME SHA-256" for each file in a model's folder, or the name of a hub id.
+
+    Hashing half a gigabyte takes about a second."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return [path]
-    found = []
+    hashes = []
     for file in sorted(file for file in folder.iterdir() if file.is_file()):
         with file.open("rb") as content:
-            found.append(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}")
-    return found
+            hashes.append(f"{file.name} {hashlib.file_digest(content, 'sha256').hexdigest()}")
+    return hashes
 
 
-def _supervised(
+def _build_supervised(
     config: Config, *, steps: int, batch: int, optimizer: OptimizerConfig, lora: LoraConfig | None = None
 ) -> ExperimentSpec:
     environment = chosen_environment(config.env)
-    demonstrations = _demonstrations(config, environment)
-    jobs, path = (demonstrations,), config.actor.path
+    demonstrations = _demonstrations_job(config, environment)
+    jobs = (demonstrations,)
+    path = config.actor.path
     if path in (BUILTIN, UNTRAINED):
-        jobs += (untrained_policy(config, demonstrations.artifact if path == BUILTIN else None),)
+        jobs += (build_untrained_policy(config, demonstrations.artifact if path == BUILTIN else None),)
         path = str(jobs[-1].artifact)
     actor = actor_model(config, path, optimizer, lora)
     train = MFCDef(
@@ -220,7 +236,7 @@ def _supervised(
 
 
 def actor_model(config: Config, path: str, optimizer: OptimizerConfig, lora: LoraConfig | None) -> ModelSpec:
-    """Return the role that is trained, with its first weights in ``path``."""
+    """Return the actor, the role that is trained, with its initial weights in ``path``."""
     actor = config.actor
     return ModelSpec(
         "actor",
@@ -240,21 +256,23 @@ def actor_model(config: Config, path: str, optimizer: OptimizerConfig, lora: Lor
     )
 
 
-def _request(config: Config, seed: int) -> DemonstrationRequest:
+def _demonstration_request(config: Config, seed: int) -> DemonstrationRequest:
     options = config.warm_start
     return DemonstrationRequest(options.episodes_per_task, seed, options.habit_fraction, options.recovery_fraction)
 
 
-def _player(environment: ChosenEnvironment, request: DemonstrationRequest) -> tuple[str, tuple[str, ...]]:
-    """The program that plays demonstrations, and its arguments."""
+def _demonstration_program(
+    environment: ChosenEnvironment, request: DemonstrationRequest
+) -> tuple[str, tuple[str, ...]]:
+    """Return the module that plays the demonstrations as a program, and its arguments."""
     program = environment.spec.demonstrations
     if program is not None:
         return program.module, program.argv(request)
-    return "realhf.rollout.demonstrations", _player_argv(environment, request)
+    return "realhf.rollout.demonstrations", _demonstration_argv(environment, request)
 
 
-def _demonstrations(config: Config, environment: ChosenEnvironment) -> JobSpec:
-    module, argv = _player(environment, _request(config, config.seed))
+def _demonstrations_job(config: Config, environment: ChosenEnvironment) -> JobSpec:
+    module, argv = _demonstration_program(environment, _demonstration_request(config, config.seed))
     program = environment.spec.demonstrations
     files = {
         *imported_files(PACKAGE, (module,)),
@@ -264,13 +282,15 @@ def _demonstrations(config: Config, environment: ChosenEnvironment) -> JobSpec:
     return JobSpec(
         "demonstrations",
         module,
-        artifact=_cache(config) / f"demonstrations-{key}.jsonl",
+        artifact=_cache_folder(config) / f"demonstrations-{key}.jsonl",
         argv=("--out", "{artifact}", *argv),
     )
 
 
-def _player_argv(environment: ChosenEnvironment, request: DemonstrationRequest) -> tuple[str, ...]:
-    """Arguments of the program that plays demonstrations of an environment in its own process."""
+def _demonstration_argv(environment: ChosenEnvironment, request: DemonstrationRequest) -> tuple[str, ...]:
+    """Return the arguments of ``realhf.rollout.demonstrations``, which plays scripted episodes.
+
+    Raises ConfigError for an environment without a scripted solver."""
     if environment.spec.demonstrate is None:
         raise ConfigError(
             f"the environment {environment.spec.name} has no scripted solver, so there are no demonstrations to train "
@@ -287,17 +307,20 @@ def _player_argv(environment: ChosenEnvironment, request: DemonstrationRequest) 
 
 
 def _environment_files(environment: ChosenEnvironment) -> list[Path]:
-    """The files that an environment consists of, as far as they can be found: its own, and those that it imports."""
+    """Return the source files of an environment, as far as they can be found: the file that defines it,
+    or its module in this package with all imported modules."""
     file = environment.reference.partition(":")[0]
     if file.endswith(".py"):
         return [Path(file)]
     return imported_files(PACKAGE, (str(getattr(environment.spec.make, "__module__", "")),))
 
 
-def untrained_policy(config: Config, demonstrations: Path | None = None) -> JobSpec:
-    """Return the job that makes a policy with random weights: with a vocabulary for ``demonstrations``, or without them
-    that of ``actor.path=builtin_tiny``, with a token for each byte, with which any environment can be tried at once.
-    Its artifact is the folder of the model, found again by the content of all that it depends on."""
+def build_untrained_policy(config: Config, demonstrations: Path | None = None) -> JobSpec:
+    """Return the job that creates a built-in policy with random weights.
+
+    Its tokenizer is trained on ``demonstrations``; without them (``actor.path=builtin_tiny``) it has a
+    token per byte, which works in every environment. The artifact is the model's folder, named by a
+    hash of everything that it depends on."""
     builtin = to_json_value(config.builtin)
     versions = package_versions(("torch", "transformers", "tokenizers"))
     learned_from = [] if demonstrations is None else [demonstrations.name]
@@ -307,11 +330,11 @@ def untrained_policy(config: Config, demonstrations: Path | None = None) -> JobS
     return JobSpec(
         "builtin_policy",
         "realhf.backends.builtin_policy",
-        artifact=_cache(config) / f"{'untrained' if learned_from else 'bytes'}-{key}",
+        artifact=_cache_folder(config) / f"{'untrained' if learned_from else 'bytes'}-{key}",
         argv=(*given, "--out", "{artifact}", "--seed", str(config.seed), *options),
     )
 
 
-def _cache(config: Config) -> Path:
+def _cache_folder(config: Config) -> Path:
     folder = config.warm_start.cache_dir or Path(config.fileroot) / "warm_start"
     return Path(folder).expanduser().resolve()

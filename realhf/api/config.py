@@ -1,9 +1,10 @@
-"""Defines the configuration that Hydra reads: the sections that every experiment has, as dataclasses whose unknown
+"""Configuration schema for Hydra: the sections that all experiments share, as dataclasses. Unknown
 options are errors.
 
-Defaults here are the library's; ``configs/experiment/*.yaml`` holds what an experiment changes. The sections of an
-algorithm or an environment lie beside it (``realhf/algorithms/options.py``,
-``realhf/environments/sql/definition.py``), and the experiments that use it add them. No torch.
+Defaults here are the library's; ``configs/experiment/*.yaml`` overrides them per experiment. The
+options of an algorithm or an environment are defined next to its code
+(``realhf/algorithms/options.py``, ``realhf/environments/sql/definition.py``) and added by the
+experiments that use it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from realhf.api.tool_parser import AUTO, FAMILIES
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration; each line of the message names an option."""
+    """An invalid configuration; each line of the message names an option."""
 
 
 _NO_ADAPTERS = "there are no adapters with rank 0"
 
 
 class LRSchedule(Enum):
-    """What the learning rate does after its warm-up: it stays, or decays to 0 at the last train step."""
+    """Learning rate schedule after the warm-up: constant, or a decay to 0 at the last train step."""
 
     constant = "constant"
     linear = "linear"
@@ -38,7 +39,7 @@ class LRSchedule(Enum):
 
 @dataclass
 class OptimizerConfig:
-    """AdamW. Warm-up and decay are over the train steps of the run."""
+    """AdamW optimizer. Warm-up and decay span the train steps of the run."""
 
     lr: float = option(1e-6, "Peak learning rate, reached after the warm-up.", above=0, on_resume="warns")
     weight_decay: float = option(0.05, "AdamW weight decay (decoupled).", at_least=0)
@@ -66,7 +67,7 @@ class OptimizerConfig:
 
 @dataclass
 class ParallelConfig:
-    """How several workers of a role share its training; the product is the number of its workers."""
+    """Parallelism of a role's training. The product of the sizes is the number of its workers."""
 
     dp: int = option(0, "Data-parallel size; 0 infers it from the number of workers.", at_least=0)
     fsdp: int = option(
@@ -79,7 +80,7 @@ class ParallelConfig:
 
 @dataclass
 class LoraConfig:
-    """Low-rank adapters on linear layers, which train in place of the weights that they stand beside."""
+    """LoRA: low-rank adapters on linear layers, trained while the base weights are frozen."""
 
     rank: int = option(
         0,
@@ -107,20 +108,20 @@ class LoraConfig:
     )
 
     def chosen(self) -> LoraConfig | None:
-        """The same options as plain values; None, and only ``rank`` is read, where there are no adapters."""
+        """Return a copy with plain values, or None if ``rank`` is 0, which disables the adapters."""
         return LoraConfig(self.rank, self.alpha, list(self.targets), self.dropout) if self.rank else None
 
 
 @dataclass
 class ModelConfig:
-    """A model role: where its weights come from, who holds them, and how they train."""
+    """A model role: its initial weights, the workers that hold it, and its training."""
 
     path: str = option("builtin", "Model to load: 'builtin' (the small built-in policy), a folder, or a hub id.")
     warm_start: bool = option(
         False,
         "Fine-tune the model of actor.path on demonstrations first, as configured in warm_start; the built-in "
         "policy always is.",
-        idle="it is about a model of one's own, in an experiment that does not itself train on demonstrations",
+        idle="it applies to pretrained models, in experiments that do not train on demonstrations themselves",
     )
     workers: list[int] = option([0], "Indices of the model workers that hold the model.", at_least=0, on_resume="free")
     backend: str = option(
@@ -151,7 +152,7 @@ class ModelConfig:
         False,
         "Allow training a mixture of experts, without the router's auxiliary loss and with the trainer's own "
         "routing, which can differ from the generator's in bfloat16.",
-        idle="the model is that of the actor, and actor.experts is about it",
+        idle="the model is the actor's, so actor.experts applies",
     )
     chat_template_kwargs: dict[str, Any] = option(
         {}, "Variables passed to the chat template whenever text is rendered, e.g. {enable_thinking: false}."
@@ -161,7 +162,7 @@ class ModelConfig:
         "Syntax in which the policy's tool calls are parsed; auto detects it from the chat template, plain parses "
         "none.",
         choices=(AUTO, *FAMILIES),
-        idle="the model plays no episodes, and actor.tool_parser is about the one that does",
+        idle="the model generates no episodes; actor.tool_parser configures the one that does",
     )
     optimizer: OptimizerConfig = section(OptimizerConfig)
     lora: LoraConfig = section(LoraConfig)
@@ -169,16 +170,17 @@ class ModelConfig:
 
 @dataclass
 class ReferenceConfig:
-    """The frozen reference policy: the actor's first weights. With adapters it is the actor with its adapters off, on
-    the workers that hold the actor."""
+    """The frozen reference policy: the actor's initial weights. With LoRA it is the actor with its
+    adapters disabled, on the actor's workers."""
 
     workers: list[int] = option([0], "Indices of the model workers that hold the reference.", at_least=0)
 
 
 @dataclass
 class TeacherConfig:
-    """The teacher of on-policy distillation (ppo.distill_weight): a frozen model that says how likely the policy's
-    tokens are to it, so that its tokenizer must be the actor's. It is a role of the graph, or is served elsewhere."""
+    """The teacher for on-policy distillation (ppo.distill_weight): a frozen model that scores the
+    policy's tokens, so its tokenizer must be the actor's. It is either a role of the graph or an
+    external server."""
 
     path: str = option("", "Folder or hub id of a teacher that runs as a role of the graph.")
     workers: list[int] = option(
@@ -200,7 +202,7 @@ class TeacherConfig:
     connections: int = option(16, "Maximum number of concurrent requests to teacher.url.", at_least=1, on_resume="free")
 
     def problems(self, name: str) -> Iterator[str]:
-        """There is one teacher, and what belongs to the other kind does nothing."""
+        """Report invalid combinations: a teacher is either loaded from a path or served at a URL."""
         if self.path and self.url:
             yield f"{name}.path={self.path}, {name}.url={self.url}: there is one teacher; set one of them"
         if self.path in ("builtin", "builtin_tiny", "actor"):
@@ -215,7 +217,7 @@ class TeacherConfig:
 
 @dataclass
 class BuiltinModelConfig:
-    """The small policy for machines without downloads (a Qwen3 configuration)."""
+    """The small built-in policy, which needs no downloads (Qwen3 architecture)."""
 
     vocab_size: int = option(1536, "Vocabulary size of the tokenizer.", at_least=1)
     hidden_size: int = option(128, "Hidden size; must be num_heads times an even head dimension.", at_least=1)
@@ -227,19 +229,19 @@ class BuiltinModelConfig:
 
 @dataclass
 class WarmStartOptimizerConfig(OptimizerConfig):
-    """AdamW over the steps of the warm start, before the run begins: with another learning rate it would have begun
-    elsewhere."""
+    """AdamW optimizer of the warm start. Warm-up and decay span the train steps of the warm start.
+    The learning rate cannot change on resume, because the warm start is already done."""
 
     lr: float = option(1e-5, "Peak learning rate, reached after the warm-up.", above=0, on_resume="refuses")
 
 
 @dataclass
 class WarmStartConfig:
-    """Supervised warm start of a policy on episodes that a scripted solver really played.
+    """Supervised warm start of a policy on episodes that a scripted solver played in the environment.
 
-    The demonstrations are of mixed quality, as logs of real operators are: some make a mistake and leave it at that,
-    some make one and repair it. A warm start on perfect episodes only would leave reinforcement learning little to
-    do."""
+    The demonstrations have mixed quality, like the logs of real operators: some contain a mistake
+    that is not repaired, some a mistake that is. A warm start on perfect episodes only would leave
+    little for reinforcement learning to improve."""
 
     episodes_per_task: int = option(45, "Number of demonstrations per task template.", at_least=1)
     habit_fraction: float = option(
@@ -267,7 +269,7 @@ class WarmStartConfig:
 
 @dataclass
 class DatasetConfig:
-    """Samples and where they come from."""
+    """The batch size and the curriculum that selects training tasks."""
 
     train_bs_n_seqs: int = option(
         16, "Samples per train step: groups of rollouts of a task, or supervised episodes.", at_least=1
@@ -294,7 +296,7 @@ class DatasetConfig:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Each curriculum has options of its own."""
+        """Report an option that the selected curriculum does not read."""
         unused = "untried_share" if self.curriculum == "priority" else "priority"
         value, default = getattr(self, unused), {} if unused == "priority" else DatasetConfig.untried_share
         if value != default:
@@ -303,10 +305,11 @@ class DatasetConfig:
 
 @dataclass
 class MicroBatchConfig:
-    """Micro-batches; sequences are never cut.
+    """Splitting of batches into micro-batches. Sequences are never split.
 
-    The default of max_tokens_per_mb is the smallest that costs no time at a million parameters on one core: 64 rollouts
-    of 10,700 tokens train in 1.4 CPU seconds and 0.70 GB, with 4,096 in 1.4 and 0.94, with 16,384 in 1.4 and 1.14."""
+    The default of max_tokens_per_mb is the smallest that costs no throughput with a million
+    parameters on one core: 64 rollouts with 10,700 tokens in all train in 1.4 CPU seconds and
+    0.70 GB; with 4,096 in 1.4 s and 0.94 GB, with 16,384 in 1.4 s and 1.14 GB."""
 
     n_mbs: int = option(1, "Minimum number of micro-batches per batch.", at_least=1)
     max_tokens_per_mb: int | None = option(
@@ -319,7 +322,8 @@ class MicroBatchConfig:
 
 @dataclass
 class GenConfig:
-    """Sampling. Rewards and log-probabilities are those of exactly this distribution."""
+    """Sampling of tokens during training. Rewards and log-probabilities refer to exactly this
+    distribution."""
 
     max_new_tokens: int = option(64, "Maximum number of tokens per turn.", at_least=1)
     min_new_tokens: int = option(0, "Minimum number of tokens per turn; training requires 0.", at_least=0)
@@ -335,28 +339,30 @@ class GenConfig:
     )
     stop_ids: list[int] = option(
         [],
-        "Additional token ids that end a turn, beside the end of turn of the chat template, the tokenizer's end of "
-        "sequence and those of generation_config.json.",
+        "Additional token ids that end a turn, besides the chat template's end of turn, the tokenizer's end of "
+        "sequence and those in generation_config.json.",
         at_least=0,
     )
     new_tokens_per_chunk: int | None = option(
         None,
-        "Maximum number of tokens per engine call. A longer turn continues in the next call, so that lockstep "
-        "rollouts wait for a chunk rather than for the longest turn.",
+        "Maximum number of tokens per engine call; longer turns continue in the next call. Rollouts in lockstep then "
+        "wait for a chunk instead of for the longest turn.",
         at_least=1,
         on_resume="free",
     )
 
     def truncations(self) -> list[str]:
-        """The options, as ``top_p=0.9``, that draw tokens from a cut distribution. Training refuses them: the trainer
-        knows the log-probabilities of the whole distribution only. Evaluation may use them."""
-        whole = {"top_p": 1.0, "top_k": 0, "min_new_tokens": 0}
-        return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
+        """Return the options, as ``top_p=0.9``, that truncate the sampling distribution.
+
+        Training rejects them because the trainer computes log-probabilities of the full
+        distribution only. Evaluation may use them."""
+        neutral = {"top_p": 1.0, "top_k": 0, "min_new_tokens": 0}
+        return [f"{name}={getattr(self, name)}" for name, value in neutral.items() if getattr(self, name) != value]
 
 
 @dataclass
 class EngineConfig:
-    """What samples tokens, in training and in evaluations (docs/asynchronous.md)."""
+    """The inference engine that samples tokens, in training and evaluation (docs/asynchronous.md)."""
 
     name: str = option(
         "embedded",
@@ -389,15 +395,16 @@ class EngineConfig:
     )
     kv_cache_gib: float | None = option(
         None,
-        "The embedded engine keeps keys and values in at most this many GiB, and plays what does not fit after the "
-        "rest; without a number, in half of what is free on a GPU that it shares with a trainer, in four fifths on one "
-        "of its own, and on a CPU in what it needs.",
+        "Maximum size of the embedded engine's KV cache in GiB; sequences that do not fit are generated after the "
+        "others. Defaults to half of the free memory on a GPU shared with a trainer, 80 % of it on a dedicated GPU, "
+        "and no limit on a CPU.",
         above=0,
         on_resume="free",
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """An option of vLLM does nothing for another engine, nor one of a server that is started for another server."""
+        """Report options that the selected engine does not read: those of another engine, and those
+        of a started vLLM server when ``vllm_url`` names a running one."""
         names = [every.name for every in fields(self)]
         own = {"embedded": {"name", "kv_cache_gib"}, "vllm": {*names} - {"kv_cache_gib"}}.get(self.name, {"name"})
         unused = {name: "name" for name in names if name not in own}
@@ -409,12 +416,12 @@ class EngineConfig:
 
 
 ON_FAILURE = ("minimum_group", "retry", "fail_fast")
-"""What a failed rollout means for its group, see ``RolloutConfig.on_failure``."""
+"""Policies for failed rollouts, see ``RolloutConfig.on_failure``."""
 
 
 @dataclass
 class RolloutConfig:
-    """Multi-turn episodes."""
+    """Multi-turn episodes: their limits, and the handling of failures."""
 
     max_turns: int = option(6, "Maximum number of turns per episode.", at_least=1)
     max_total_tokens: int = option(1024, "Maximum number of tokens per sequence, prompt included.", at_least=1)
@@ -432,7 +439,7 @@ class RolloutConfig:
     )
     retries: int = option(
         2,
-        "How often a failed rollout is retried and a lost session resumed.",
+        "Maximum number of times that a failed rollout is retried, and that a lost session is resumed.",
         at_least=0,
         on_resume="warns",
     )
@@ -450,15 +457,15 @@ class RolloutConfig:
         "Agent that plays the episodes of asynchronous experiments, as file.py:function or module:function; empty "
         "means the built-in agent.",
     )
-
     keep_reasoning: bool = option(
         True,
-        "The policy reads all that it said; if false, its old reasoning is dropped as its chat template does, and an "
-        "episode trains as several sequences.",
+        "Keep the policy's reasoning of earlier turns in its context. If false, it is dropped as the chat template "
+        "does, and an episode trains as several sequences.",
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Nothing is played again by the policy that fails fast, and an agent keeps its conversations itself."""
+        """Report options without effect: ``fail_fast`` never retries, and an agent manages its own
+        conversations."""
         if self.agent and not self.keep_reasoning:
             yield f"{name}.keep_reasoning=False: no effect with {name}.agent, which sends whole conversations itself"
         if self.on_failure == "fail_fast" and self.retries != RolloutConfig.retries:
@@ -467,23 +474,23 @@ class RolloutConfig:
 
 @dataclass
 class AsyncConfig:
-    """Asynchronous training: rollout workers play while the trainer trains (docs/asynchronous.md)."""
+    """Asynchronous training: rollout workers generate while the trainer trains (docs/asynchronous.md)."""
 
     enabled: bool = option(
         False,
-        "Let rollout workers play while the trainer trains; otherwise each step waits for its own episodes.",
-        idle="no episodes are played for it while it trains",
+        "Generate rollouts while the trainer trains. If false, each step generates its own episodes first.",
+        idle="the experiment has no rollouts that could run while it trains",
     )
     max_head_offpolicyness: int = option(
         1,
-        "Maximum staleness (eta): how many weight versions the oldest token of a sample may lag behind the weights "
-        "that train on it. 0 means synchronous batches.",
+        "Maximum staleness (eta): the number of weight versions by which the oldest token of a sample may lag behind "
+        "the weights trained on it. 0 means synchronous batches.",
         at_least=0,
         on_resume="warns",
     )
     max_concurrent_rollouts: int | None = option(
         None,
-        "Maximum number of samples in flight; defaults to what the environment's sessions hold plus two batches.",
+        "Maximum number of samples in flight; defaults to the capacity of the environment's sessions plus two batches.",
         on_resume="free",
     )
     n_rollout_workers: int = option(1, "Number of rollout worker processes.", at_least=1, on_resume="free")
@@ -491,65 +498,67 @@ class AsyncConfig:
     generation_threads: int = option(1, "Number of compute threads per embedded engine.", at_least=1, on_resume="free")
     staleness_policy: str = option(
         "wait",
-        "Whether a step waits for stragglers or drops samples that are too old.",
+        "Handling of samples at the staleness limit: wait lets the next step wait for them, drop discards those that "
+        "exceed the limit.",
         choices=("wait", "drop"),
         on_resume="warns",
     )
     kv_policy: str = option(
         "recompute",
-        "Under new weights, running episodes recompute their keys and values or keep them.",
+        "KV cache of running episodes after a weight update: recompute it under the new weights, or keep it.",
         choices=("recompute", "keep"),
         on_resume="warns",
     )
     weights: str = option(
         "shm",
-        "New weights travel through shared memory, files, or the sockets of the run (fetch).",
+        "Transport of weight updates to the engines: shared memory (shm), files (disk), or the run's sockets (fetch).",
         choices=("shm", "disk", "fetch"),
         retired={"broadcast": "fetch reaches the same hosts, encrypted with the keys of the run"},
         on_resume="free",
     )
     rollout_deadline_s: float = option(
         600.0,
-        "A sample, or the generation of a turn, that takes longer than these seconds is given back.",
+        "Timeout in seconds for a sample, and for the generation of a turn; after it the sample is requeued.",
         above=0,
         on_resume="free",
     )
     pause_timeout_s: float = option(
-        30.0, "An engine stops for new weights within these seconds.", above=0, on_resume="free"
+        30.0, "Timeout in seconds for pausing an engine for a weight update.", above=0, on_resume="free"
     )
     recover_retries: int = option(
         1,
-        "After the death of its master or a model worker, the run begins again from its last checkpoint this many "
-        "times within recover_window_s.",
+        "Maximum number of restarts from the last checkpoint within recover_window_s, after the master or a model "
+        "worker died.",
         at_least=0,
         on_resume="free",
     )
     recover_window_s: float = option(
-        3600.0, "Deaths longer ago than these seconds do not count towards recover_retries.", above=0, on_resume="free"
+        3600.0, "Length in seconds of the window in which recover_retries counts restarts.", above=0, on_resume="free"
     )
     journal_timeout_s: float = option(
         30.0,
-        "The disk of the run folder takes a record of the journal within these seconds.",
+        "Timeout in seconds for writing a journal record to the run folder's disk.",
         above=0,
         on_resume="free",
     )
     keep_journal: bool = option(
         False,
-        "What the journal needs no more is kept in its folder 'archive', so that every sample can be audited.",
+        "Move obsolete journal segments to the folder 'archive' instead of deleting them, so that every sample can be "
+        "audited.",
         on_resume="free",
     )
     niceness: int = option(
         0,
-        "Rollouts, generation and environment step back this far behind the trainer, for cores that are always busy.",
+        "Niceness added to rollout, generation and environment processes, so that the trainer gets busy cores first.",
         at_least=0,
         at_most=19,
         on_resume="free",
     )
     max_attempts: int = option(
-        3, "A sample whose group did not come about is admitted this many times in all.", at_least=1, on_resume="free"
+        3, "Maximum number of attempts for a sample whose group failed.", at_least=1, on_resume="free"
     )
     max_deaths: int = option(
-        3, "A sample is given up when the worker that played it has died this many times.", at_least=1, on_resume="free"
+        3, "Number of worker deaths during a sample after which it is dropped.", at_least=1, on_resume="free"
     )
 
 
@@ -558,22 +567,22 @@ _OURS = "this run starts no trajectory server"
 
 @dataclass
 class StreamConfig:
-    """The trajectory server that groups come from: one that runs already (``url``), or one that the launcher starts,
-    whose queue lies in the run folder."""
+    """The trajectory server that supplies groups of rollouts: a running one (``url``), or one that
+    the launcher starts with its queue in the run folder."""
 
     url: str | None = option(
-        None, "Groups come from the server at this URL; without one the launcher starts a server.", on_resume="free"
+        None, "URL of a running trajectory server; without one the launcher starts its own.", on_resume="free"
     )
-    token_file: str | None = option(None, "This file holds the bearer token of the server.", on_resume="free")
+    token_file: str | None = option(None, "File with the bearer token for the server.", on_resume="free")
     ca_file: str | None = option(
         None,
-        "An https server is checked by the certificates in this file; without it as this machine does.",
+        "File with CA certificates that verify an https server; defaults to the machine's trust store.",
         on_resume="free",
     )
-    host: str = option("127.0.0.1", "A server of this run listens on this address.", idle=_OURS, on_resume="free")
+    host: str = option("127.0.0.1", "Address that a started server listens on.", idle=_OURS, on_resume="free")
     port: int = option(
         8000,
-        "A server of this run listens on this port; 0 is any free one.",
+        "Port that a started server listens on; 0 means any free port.",
         at_least=0,
         at_most=65535,
         idle=_OURS,
@@ -581,14 +590,14 @@ class StreamConfig:
     )
     max_staleness: int | None = option(
         None,
-        "A group lies at most this many policy versions behind; without a number, any.",
+        "Maximum number of policy versions that a group may lag behind; without a number there is no limit.",
         at_least=0,
         on_resume="warns",
     )
-    wait_s: float = option(900.0, "A step waits these seconds for its batch.", above=0, on_resume="free")
+    wait_s: float = option(900.0, "Timeout in seconds for a step to receive its batch.", above=0, on_resume="free")
 
     def problems(self, name: str) -> Iterator[str]:
-        """A URL that is none, and a file that is not there."""
+        """Report an invalid URL and missing files."""
         if self.url is not None and not re.match(r"https?://[^/]", self.url):
             yield f"{name}.url={self.url}: give http://host:port"
         for option_name in ("token_file", "ca_file"):
@@ -599,54 +608,59 @@ class StreamConfig:
 
 @dataclass
 class EvaluationConfig:
-    """Held-out evaluation, before the first and after the last train step."""
+    """Evaluation on held-out tasks, before the first and after the last train step."""
 
     episodes_per_task: int = option(
-        12, "Every task template is played this many times at the training temperature.", at_least=0
+        12, "Number of episodes per task template, sampled at the training temperature.", at_least=0
     )
-    greedy_episodes_per_task: int = option(12, "Every task template is played this many times greedily.", at_least=0)
+    greedy_episodes_per_task: int = option(12, "Number of episodes per task template, decoded greedily.", at_least=0)
     templates: int = option(
-        200, "At most this many task templates (rows of a data set) are evaluated, spread evenly.", at_least=1
+        200, "Maximum number of task templates (rows of a data set) to evaluate, spread evenly.", at_least=1
     )
     every_steps: int = option(
-        0, "The policy is evaluated every so many steps too; 0 leaves these evaluations out.", at_least=0
+        0, "Interval between additional evaluations, in train steps; 0 disables them.", at_least=0
     )
     interim_share: float = option(
         0.25,
-        "Evaluations before the last one play this share of the episodes of each task template, rounded up.",
+        "Fraction of the episodes per task template, rounded up, that evaluations before the last one play.",
         above=0,
         at_most=1,
     )
 
 
 WILDCARD = "0.0.0.0"
+"""Listens on all IPv4 interfaces; not an address that clients can connect to."""
 ADDRESS_WANTED = "give an IPv4 address or a host name, without scheme and port; IPv6 is not supported"
+"""The remedy in error messages about an unusable address."""
 
 
 def no_address(text: str) -> bool:
-    """Return whether a text, which may be empty, cannot be an IPv4 address or a host name."""
+    """Return whether a non-empty text cannot be an IPv4 address or a host name."""
     return bool(text) and (":" in text or "/" in text or text != text.strip())
 
 
 @dataclass
 class NetworkConfig:
-    """Where the processes of a run listen. Without ``bind`` nothing listens but on the loopback. With it the launcher
-    makes keys for the run: every socket of it is then encrypted and takes nobody without them."""
+    """Addresses that the processes of a run listen on. Without ``bind`` all of them use the loopback
+    interface. With it the launcher creates keys for the run, and every socket is encrypted and
+    accepts only peers that hold the keys."""
 
     bind: str = option(
         "",
-        "The master listens on this IPv4 address or name of its host, and every worker on the address from which it "
-        "reaches the master; 0.0.0.0: all of them on all addresses; empty: all of them on the loopback.",
+        "IPv4 address or host name that the master listens on; each worker listens on the address from which it "
+        "connects to the master. 0.0.0.0 means all interfaces for all of them, empty the loopback interface.",
     )
-    advertise: str = option("", "Workers reach the master at this address or name; empty: at the one it listens on.")
+    advertise: str = option(
+        "", "Address or host name at which workers connect to the master; defaults to network.bind."
+    )
     trusted: bool = option(
         False,
-        "Nobody but the run can read or write on its network: large tensors go over it without encryption, and "
-        "workers that train one role together may be on several hosts.",
+        "Treat the network as private: send large tensors without encryption, and allow the workers that train a role "
+        "together to be on several hosts.",
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Options that need another one, and addresses that cannot be used."""
+        """Report options that depend on another one, and unusable addresses."""
         for option_name in ("advertise", "trusted"):
             if getattr(self, option_name) and not self.bind:
                 yield f"{name}.{option_name}: has no effect without {name}.bind"
@@ -663,28 +677,28 @@ class NetworkConfig:
 
 @dataclass
 class SchedulerConfig:
-    """How the processes of a run are started. The scheduler that is chosen brings options of its own."""
+    """The scheduler that starts the processes of a run. The selected scheduler adds its own options."""
 
-    path: str = option("local", "The scheduler: a registered name, or FILE.py:Name for one of your own.")
+    path: str = option("local", "Scheduler to use: a registered name, or FILE.py:Name for a custom one.")
 
 
 @dataclass
 class AllocationConfig:
-    """Which GPUs the workers of a run get."""
+    """Assignment of GPUs to the workers of a run."""
 
     gpus: list[int] = option(
         [],
-        "Model workers, then generation workers, get one of these GPUs each, numbered from 0 among those that the "
-        "launcher sees (CUDA_VISIBLE_DEVICES, where it is set); with none named, all of those are dealt out, and "
-        "generation gets others than training where there are enough.",
+        "GPUs to assign, one each, first to the model workers and then to the generation workers. They are numbered "
+        "from 0 among those visible to the launcher (CUDA_VISIBLE_DEVICES). Empty means all visible ones, with "
+        "separate GPUs for generation if there are enough.",
         at_least=0,
     )
     share: bool = option(
-        False, "Generation workers get the GPUs of the model workers, in turn, instead of further ones."
+        False, "Place generation workers on the GPUs of the model workers, round-robin, instead of on separate ones."
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """A GPU is named once, and sharing is about named ones."""
+        """Report repeated GPUs, and ``share`` without a list of GPUs."""
         if len(set(self.gpus)) < len(self.gpus):
             yield f"{name}.gpus={self.gpus}: give different GPUs"
         if self.share and not self.gpus:
@@ -693,30 +707,30 @@ class AllocationConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Recovery checkpoints."""
+    """Recovery checkpoints and the best policy."""
 
-    ckpt_freq_steps: int = option(5, "A checkpoint is written every so many steps.", at_least=1)
-    keep: int = option(2, "This many checkpoints stay on the disk.", at_least=1)
+    ckpt_freq_steps: int = option(5, "Interval between checkpoints, in train steps.", at_least=1)
+    keep: int = option(2, "Number of most recent checkpoints to keep on disk.", at_least=1)
     keep_best: bool = option(
         False,
-        "The policy with the best held-out success is kept in best_policy, beside the policy of the last step. Each "
-        "evaluation of an asynchronous run then writes the policy first.",
+        "Keep the policy with the best held-out success in best_policy, in addition to the final policy. "
+        "Asynchronous runs then write the policy to disk before each evaluation.",
     )
 
 
 @dataclass
 class RpcConfig:
-    """Deadlines of the control plane."""
+    """Timeouts of the control plane, and the transport of tensors between workers."""
 
-    connect_timeout_s: float = option(120.0, "A worker comes up within these seconds.", above=0)
-    control_timeout_s: float = option(30.0, "A worker answers a control message within these seconds.", above=0)
-    call_timeout_s: float = option(1800.0, "A call of the graph ends within these seconds.", above=0)
-    heartbeat_s: float = option(2.0, "A worker shows that it lives every so many seconds.", above=0)
-    dead_after_s: float = option(8.0, "A worker that was silent for these seconds counts as dead.", above=0)
-    shm: bool = option(True, "Tensors move between workers of a host through shared memory.")
+    connect_timeout_s: float = option(120.0, "Timeout in seconds for a worker to start and register.", above=0)
+    control_timeout_s: float = option(30.0, "Timeout in seconds for a worker's reply to a control message.", above=0)
+    call_timeout_s: float = option(1800.0, "Timeout in seconds for a call of the dataflow graph.", above=0)
+    heartbeat_s: float = option(2.0, "Interval in seconds between a worker's heartbeats.", above=0)
+    dead_after_s: float = option(8.0, "Seconds without a message after which a worker counts as dead.", above=0)
+    shm: bool = option(True, "Move tensors between workers of one host through shared memory.")
 
     def problems(self, name: str) -> Iterator[str]:
-        """A worker must get the chance to send a heartbeat."""
+        """Report a heartbeat interval that is not shorter than ``dead_after_s``."""
         if self.dead_after_s <= self.heartbeat_s:
             limit = f"{name}.dead_after_s={self.dead_after_s:g}"
             yield f"{name}.heartbeat_s={self.heartbeat_s:g}: must be less than {limit}"
@@ -725,44 +739,46 @@ class RpcConfig:
 ALL_ROLLOUTS = "all"
 """The value of ``monitor.rollouts`` that keeps every rollout."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+"""Experiment trackers that ``monitor.trackers`` may name."""
 
 
 @dataclass
 class MonitorConfig:
-    """What a person sees of a run."""
+    """Monitoring of a run: progress display, experiment trackers, transcripts and recorded rollouts."""
 
-    progress: bool = option(True, "A live display shows the run.")
+    progress: bool = option(True, "Show a live progress display in the terminal.")
     trackers: list[str] = option(
         ["tensorboard"],
-        "Metrics, evaluations and configuration go to these as well; each but tensorboard is an extra of the package.",
+        "Experiment trackers that receive metrics, evaluations and the configuration. Each but tensorboard needs the "
+        "package extra of its name.",
         choices=TRACKERS,
     )
-    episodes_per_step: int = option(2, "This many sampled episodes of a step are written as text.", at_least=0)
+    episodes_per_step: int = option(2, "Number of sampled episodes per step to write as text.", at_least=0)
     rollouts: str = option(
         ALL_ROLLOUTS,
-        "Rollouts are kept in the run folder: all, 0 for none, or about so many of a step, in whole groups.",
+        "Rollouts to record in the run folder: all, 0 for none, or an approximate number per step, in whole groups.",
     )
     rollout_tokens: float = option(
         0.25,
-        "Of the groups whose rollouts are kept, this share keeps every token's log-probabilities, ratio and advantage.",
+        "Fraction of the recorded groups for which each token's log-probabilities, ratio and advantage are recorded.",
         at_least=0,
         at_most=1,
     )
     rollout_bytes: int = option(
-        2 * 2**30, "Recording of rollouts stops when their folder holds so many bytes.", at_least=0
+        2 * 2**30, "Maximum size of the folder of recorded rollouts in bytes; recording stops there.", at_least=0
     )
     episodes_every_steps: int = option(
-        20, "The trackers get transcripts of every so many steps; 0 of the first step only.", at_least=0
+        20, "Interval in steps between transcripts sent to the trackers; 0 sends only the first step's.", at_least=0
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Rollouts are counted, or all of them are kept."""
+        """Report a value of ``rollouts`` that is neither ``all`` nor a number."""
         if self.rollouts != ALL_ROLLOUTS and not (self.rollouts.isascii() and self.rollouts.isdigit()):
             yield f"{name}.rollouts={self.rollouts}: must be all, or a number of rollouts for each step (0 for none)"
 
 
 class Mode(Enum):
-    """run trains; check validates and stops; graph prints the dataflow graph."""
+    """What a launch does: run trains; check validates and stops; graph prints the dataflow graph."""
 
     run = "run"
     check = "check"
@@ -770,7 +786,8 @@ class Mode(Enum):
 
 
 class RecoverMode(Enum):
-    """auto resumes from the last valid checkpoint if there is one; resume demands it; disabled starts afresh."""
+    """Resumption of a trial: auto resumes from the last valid checkpoint if there is one; resume
+    requires one; disabled starts from scratch."""
 
     auto = "auto"
     resume = "resume"
@@ -779,33 +796,34 @@ class RecoverMode(Enum):
 
 @dataclass
 class ExperimentConfig:
-    """What every experiment can be told. An experiment with sections of its own subclasses it and says so where
-    ``build`` takes its configuration."""
+    """Options of every experiment. An experiment with sections of its own subclasses it and annotates
+    the parameter of its ``build`` function with the subclass."""
 
-    experiment: str = option(MISSING, "The run is this experiment.")
+    experiment: str = option(MISSING, "Name of the experiment to run.")
     experiment_path: str | None = option(
-        None, "The experiment lies in this Python file outside the package, with its YAML beside it.", on_resume="warns"
+        None,
+        "Python file of an experiment outside the package; its YAML file has the same name and folder.",
+        on_resume="warns",
     )
-    experiment_name: str = option("${experiment}", "The run folder lies in a folder of this name.", on_resume="free")
-    trial_name: str = option(
-        "",
-        "The run folder has this name; without one a new run is named after the time of its launch.",
-        on_resume="free",
+    experiment_name: str = option(
+        "${experiment}", "Name of the folder below fileroot that groups the trials.", on_resume="free"
     )
-    fileroot: str = option("runs", "Everything that a run writes lies in this folder.", on_resume="free")
-    seed: int = option(1, "Everything random in the run is drawn from this seed.", at_least=0, at_most=MAX_SEED)
+    trial_name: str = option("", "Name of the run folder; defaults to the time of the launch.", on_resume="free")
+    fileroot: str = option("runs", "Folder for everything that runs write.", on_resume="free")
+    seed: int = option(1, "Seed of all random numbers in the run.", at_least=0, at_most=MAX_SEED)
     mode: Mode = option(
         Mode.run, "run trains; check validates and stops; graph prints the dataflow graph.", on_resume="free"
     )
     recover_mode: RecoverMode = option(
         RecoverMode.auto,
-        "auto goes on after the trial's last valid checkpoint, if any; resume demands one; disabled starts afresh.",
+        "auto resumes from the trial's last valid checkpoint, if any; resume requires one; disabled starts from "
+        "scratch.",
         on_resume="free",
     )
-    total_train_steps: int = option(60, "The run ends after this many train steps.", at_least=1, on_resume="warns")
+    total_train_steps: int = option(60, "Number of train steps of the run.", at_least=1, on_resume="warns")
     torch_threads: int = option(
         0,
-        "A model worker computes on this many threads; 0 shares all cores but those of generation workers.",
+        "Number of compute threads per model worker; 0 divides the cores that generation workers leave.",
         at_least=0,
         on_resume="free",
     )
@@ -816,11 +834,11 @@ class ExperimentConfig:
         on_resume="free",
         idle="without a KL term (ppo.kl_ctl, ppo.kl_loss_coef) there is no reference model",
     )
-    builtin: BuiltinModelConfig = section(BuiltinModelConfig, idle="it describes the model of actor.path=builtin")
+    builtin: BuiltinModelConfig = section(BuiltinModelConfig, idle="it configures the model of actor.path=builtin")
     warm_start: WarmStartConfig = section(
         WarmStartConfig,
-        idle="a warm start belongs to actor.path=builtin, for environments with a scripted solver, or to "
-        "actor.warm_start=true",
+        idle="only actor.path=builtin (in environments with a scripted solver) and actor.warm_start=true have a warm "
+        "start",
     )
     dataset: DatasetConfig = section(DatasetConfig)
     gen: GenConfig = section(GenConfig)
@@ -828,7 +846,7 @@ class ExperimentConfig:
     mb_spec: MicroBatchConfig = section(MicroBatchConfig, on_resume="free")
     rollout: RolloutConfig = section(RolloutConfig)
     stream: StreamConfig = section(StreamConfig)
-    async_rl: AsyncConfig = section(AsyncConfig, idle="it belongs to async_rl.enabled=true, as grpo_async sets it")
+    async_rl: AsyncConfig = section(AsyncConfig, idle="it needs async_rl.enabled=true, which grpo_async sets")
     evaluation: EvaluationConfig = section(EvaluationConfig, on_resume="warns")
     exp_ctrl: CheckpointConfig = section(CheckpointConfig, on_resume="free")
     scheduler: SchedulerConfig = section(SchedulerConfig, on_resume="free")
@@ -839,5 +857,5 @@ class ExperimentConfig:
 
 
 def run_folder(config: ExperimentConfig) -> Path:
-    """<fileroot>/<experiment_name>/<trial_name>, absolute."""
+    """Return <fileroot>/<experiment_name>/<trial_name> as an absolute path."""
     return Path(config.fileroot).expanduser().resolve() / config.experiment_name / config.trial_name

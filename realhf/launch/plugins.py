@@ -151,7 +151,7 @@ def with_scheduler(config: type[C], reference: str) -> type[C]:
         raise ValueError(f"{reference}: options must be a dataclass, not {options!r}")
     if any(field.name == "path" for field in fields(options)):
         raise ValueError(f"{reference}: {options.__name__}.path: this name is taken, call the option otherwise")
-    about = "The scheduler: a registered name, or FILE.py:Name for one of your own."
+    about = "Scheduler to use: a registered name, or FILE.py:Name for a custom one."
     try:
         kind = with_path(options, absolute(reference), about)
         kind()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.policy_gradient import config_class, policy_options, rewarded
+from experiments.policy_gradient import build_reward_calls, config_class, policy_options
 from realhf.algorithms.inference import LogprobInterface, OutcomeRewardInterface
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.preference import (
@@ -306,7 +306,7 @@ def test_the_penalty_for_length_has_no_weight(weight: float, tmp_path: Path) -> 
     ppo = PolicyGradientOptions(overlong_length=8, overlong_buffer=0.5)
     config = config_class("countdown")(experiment="grpo", ppo=ppo)
     config.reward_model.path, config.reward_model.weight = str(tmp_path), weight
-    verify, mix = rewarded(config, policy_options(config), "")[1]
+    verify, mix = build_reward_calls(config, policy_options(config), "")[1]
     tensors = {
         "packed_input_ids": torch.full((14,), 5),
         "loss_mask": torch.tensor([False] + [True] * 3 + [False] + [True] * 9),
@@ -331,10 +331,10 @@ def test_options_of_the_verifier_are_refused_where_it_has_no_part(tmp_path: Path
         ppo = PolicyGradientOptions(**{name: value})
         config = config_class("countdown")(experiment="grpo", ppo=ppo)
         config.reward_model.path = str(tmp_path)
-        assert rewarded(config, policy_options(config), "")[1][0].interface_args[name] == value
+        assert build_reward_calls(config, policy_options(config), "")[1][0].interface_args[name] == value
         config.reward_model.weight = 1.0
         with pytest.raises(ConfigError, match=rf"ppo.{name} has no effect with reward_model.weight=1"):
-            rewarded(config, policy_options(config), "")
+            build_reward_calls(config, policy_options(config), "")
 
 
 COMMON = ("env=countdown", "actor.path=builtin_tiny", "mode=check")

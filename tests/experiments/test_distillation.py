@@ -44,7 +44,7 @@ def test_a_policy_that_was_told_what_became_of_its_rollouts_is_its_own_teacher(t
     assert "feedback_inf" in streamed.graph.topological_levels()[0], "it stays at the trainer"
     assert streamed.spec.rollout is not None and "feedback_prompt_ids" in streamed.spec.rollout.keys
     assert streamed.spec.rollout.episodes.feedback == "any"
-    with pytest.raises(ConfigError, match=r"rollout.agent=.*: what it asks the policy is its own"):
+    with pytest.raises(ConfigError, match=r"rollout.agent=.*: it writes its own prompts"):
         built("experiment=grpo_async", "rollout.agent=experiments.openai_agent:rollout", *where)
     with pytest.raises(ConfigError, match=r"ppo.feedback=any \(ppo.algo=sdpo\): groups that others push"):
         build_experiment(compose_config(["experiment=grpo_stream_http", "ppo.algo=sdpo"]))

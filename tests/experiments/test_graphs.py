@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments import dpo, policy_gradient, sft
-from experiments.sft import Config, untrained_policy
+from experiments.sft import Config, build_untrained_policy
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.config import BuiltinModelConfig, ConfigError, RolloutConfig
@@ -335,7 +335,7 @@ def test_what_is_made_from_a_file_is_made_anew_when_it_changes(
     assert isinstance(config, sft.Config)
 
     def artifacts() -> tuple[str, str]:
-        made = sft.warm_start(config)
+        made = sft.build_warm_start(config)
         assert made.artifact is not None
         return made.jobs[0].artifact.name, made.artifact.name
 
@@ -382,10 +382,10 @@ TINY = BuiltinModelConfig(hidden_size=16, num_layers=1, num_heads=1, intermediat
 
 def test_the_job_makes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(fileroot=str(tmp_path), builtin=TINY, seed=3)
-    job = untrained_policy(config)
-    assert job.artifact.parent == tmp_path / "warm_start" and job == untrained_policy(config)
+    job = build_untrained_policy(config)
+    assert job.artifact.parent == tmp_path / "warm_start" and job == build_untrained_policy(config)
     others = (replace(config, seed=4), replace(config, builtin=replace(TINY, num_layers=2)))
-    assert len({job.artifact, *(untrained_policy(other).artifact for other in others)}) == 3
+    assert len({job.artifact, *(build_untrained_policy(other).artifact for other in others)}) == 3
     out = tmp_path / "made"
     argv = [str(out) if text == "{artifact}" else text for text in job.argv]
     monkeypatch.setattr(sys, "argv", [job.module, *argv])

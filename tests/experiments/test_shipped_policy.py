@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.sft import OUTDATED, warm_start, warm_start_recipe
-from experiments.shipped_policy import PROVENANCE, main, shipped_policy
+from experiments.sft import OUTDATED, build_warm_start, warm_start_recipe
+from experiments.shipped_policy import PROVENANCE, find_shipped_policy, main
 from realhf.api.config import ConfigError
 from realhf.aws.tasks.loader import instantiate
 from realhf.base.installation import IMPORT_ROOT, PACKAGE
@@ -29,7 +29,7 @@ def job(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 
 def first_policy(*arguments: str) -> Path | None:
-    return warm_start(compose_config(arguments).config).artifact
+    return build_warm_start(compose_config(arguments).config).artifact
 
 
 @pytest.mark.parametrize("arguments", [(), ("seed=7",), ("total_train_steps=3", "actor.optimizer.lr=1e-4")])
@@ -71,15 +71,15 @@ def test_a_file_that_was_not_shipped_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     content = {"made_from": {"seed": None}, "sha256": {"model.safetensors": "0" * 64}}
     (tmp_path / PROVENANCE).write_text(json.dumps(content))
-    assert shipped_policy(tmp_path, {"seed": 1}) is None
+    assert find_shipped_policy(tmp_path, {"seed": 1}) is None
     with pytest.raises(ConfigError, match=r"model.safetensors: SHA-256 .* shipped with 0000.*warm_start.shipped=false"):
-        shipped_policy(tmp_path, {"seed": None})
+        find_shipped_policy(tmp_path, {"seed": None})
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="of no such file"):
-        shipped_policy(tmp_path, {"seed": None})
+        find_shipped_policy(tmp_path, {"seed": None})
     (tmp_path / PROVENANCE).write_text("{")
-    with pytest.raises(ConfigError, match=r"provenance.json: .*install the package anew"):
-        shipped_policy(tmp_path, {"seed": None})
+    with pytest.raises(ConfigError, match=r"provenance.json: .*reinstall the package"):
+        find_shipped_policy(tmp_path, {"seed": None})
 
 
 def test_an_environment_that_ships_none_is_one_line(capsys):
@@ -96,10 +96,10 @@ def test_a_policy_that_was_taught_other_things_is_not_taken_and_that_is_said(mon
         monkeypatch.setattr("realhf.aws.scripts.instantiate", reworded)
     else:
         monkeypatch.setattr("realhf.aws.scripts.SHORTENED_SHARE", 0.0)
-    spec = warm_start(compose_config(AWS).config)
+    spec = build_warm_start(compose_config(AWS).config)
     assert spec.artifact != SHIPPED[AWS] and spec.advice == (OUTDATED,)
 
 
 def test_a_policy_made_from_other_options_is_none_of_anybodys_mistakes():
-    assert warm_start(compose_config([*AWS, "env.tiers=[warmup]"]).config).advice == ()
-    assert warm_start(compose_config(AWS).config).advice == ()
+    assert build_warm_start(compose_config([*AWS, "env.tiers=[warmup]"]).config).advice == ()
+    assert build_warm_start(compose_config(AWS).config).advice == ()

@@ -202,8 +202,8 @@ def test_texts_of_a_yaml_file_stay_what_was_written_or_are_refused(where, line, 
             [
                 "option ref.workers has no effect",
                 "option warm_start.train_steps has no effect in experiment grpo_aws: "
-                "a warm start belongs to actor.path=builtin, for environments with a scripted solver, or to "
-                "actor.warm_start=true",
+                "only actor.path=builtin (in environments with a scripted solver) and actor.warm_start=true have a "
+                "warm start",
                 "option builtin.hidden_size has no",
                 "option stream.wait_s has no effect in experiment grpo_aws",
             ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from experiments.policy_gradient import actor_gen as actor_gen_of
-from experiments.policy_gradient import actor_inf, config_class, policy_gradient, policy_options
-from experiments.sft import FirstWeights
+from experiments.policy_gradient import actor_inf, build_training_graph, config_class, policy_options
+from experiments.sft import InitialWeights
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.role_options import CriticConfig, CriticOptimizerConfig
 from realhf.api.config import GenConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, RolloutConfig
@@ -59,10 +59,10 @@ def graph_calls(policy, critic):
     long = replace(
         grpo, ppo=PolicyGradientOptions(overlong_length=OVERLONG_LENGTH, overlong_buffer=OVERLONG_BUFFER, **rewards)
     )
-    first = FirstWeights(str(policy))
-    models, calls = policy_gradient(grpo, policy_options(grpo), first)
-    of_ppo, ppo_calls = policy_gradient(ppo, policy_options(ppo), first)
-    _, long_calls = policy_gradient(long, policy_options(long), first)
+    first = InitialWeights(str(policy))
+    models, calls = build_training_graph(grpo, policy_options(grpo), first)
+    of_ppo, ppo_calls = build_training_graph(ppo, policy_options(ppo), first)
+    _, long_calls = build_training_graph(long, policy_options(long), first)
     calls += [
         actor_gen_of(grpo, policy_options(grpo)),
         actor_inf(grpo),
