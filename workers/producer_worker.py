@@ -21,9 +21,9 @@ import torch
 import realhf
 from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
-from realhf.api.environment import RolloutOutcome, task_of
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import Model
+from realhf.api.rollout import RolloutOutcome, parse_task
 from realhf.api.source import SampleResult, SourceItem
 from realhf.backends.embedded.compute_threads import threads
 from realhf.base import process_clock
@@ -79,7 +79,7 @@ class Episodes:
         items, size = self._tasks.next_batch(count), self._options.group_size
         self._rounds += 1
         engine = ModelEngine(self._model, self._chat, self._gen, self._options.seed * 1_000_003 + self._rounds)
-        tasks = [task_of(item.metadata) for item in items for _ in range(size)]
+        tasks = [parse_task(item.metadata) for item in items for _ in range(size)]
         wanted = [EpisodeRequest(number, task) for number, task in enumerate(tasks)]
         outcomes = self._player.play(wanted, engine).outcomes
         played = [outcomes[start : start + size] for start in range(0, len(outcomes), size)]

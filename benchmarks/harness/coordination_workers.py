@@ -28,8 +28,8 @@ from realhf.api.calls import (
     RolloutLease,
     StatusAnswer,
 )
-from realhf.api.environment import PlayedTurn, RolloutOutcome
 from realhf.api.experiment import RunPlan
+from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.rollout.group_player import PlayedGroup
 from realhf.scheduler.process import run_guarded
 from realhf.transport.rpc_worker import RpcWorker

@@ -26,7 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-from realhf.api.environment import AssistantMessage, PlayedTurn, RolloutOutcome
+from realhf.api.environment import AssistantMessage
+from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.api.trace import PlayedSample, TrainedRows
 from realhf.monitor.rollouts.records import Selection
 from realhf.monitor.rollouts.writer import RolloutWriter

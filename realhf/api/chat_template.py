@@ -59,7 +59,7 @@ class ChatTemplateError(ValueError):
 
 
 class TemplateChat:
-    """Implements ``realhf.api.environment.ChatFormat`` with a Hugging Face tokenizer.
+    """Implements ``realhf.api.rollout.ChatFormat`` with a Hugging Face tokenizer.
 
     ``system_prompt`` precedes what ``first`` opens. ``template_kwargs`` are variables of the template, e.g.
     ``enable_thinking``, for everything that is rendered. ``family`` says how its policy writes tool calls

@@ -479,7 +479,7 @@ class AsyncConfig:
     enabled: bool = option(
         False,
         "Generate rollouts while the trainer trains. If false, each step generates its own episodes first.",
-        idle="the experiment has no rollouts that could run while it trains",
+        idle="no rollouts can run while it trains",
     )
     max_head_offpolicyness: int = option(
         1,

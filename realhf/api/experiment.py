@@ -35,8 +35,9 @@ from realhf.api.config import (
     RecoverMode,
     RpcConfig,
 )
-from realhf.api.environment import MAX_BRANCHES, EnvironmentService
+from realhf.api.environment import EnvironmentService
 from realhf.api.parallel import Parallel
+from realhf.api.rollout import MAX_BRANCHES
 from realhf.api.sample import MicroBatchSpec
 from realhf.api.source import GroupSignal
 from realhf.api.tool_parser import AUTO

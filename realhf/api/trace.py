@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from realhf.api.environment import RolloutOutcome
+    from realhf.api.rollout import RolloutOutcome
 
 GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT = "generate", "env", "train", "ref", "weights", "wait"
 KINDS = (GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT)

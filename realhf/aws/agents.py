@@ -22,9 +22,10 @@ import httpx
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
-from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening, RolloutOutcome
+from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening
 from realhf.api.generation import TokenSource
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.rollout import RolloutOutcome
 from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.tasks.captures import fill_setup, resolve
 from realhf.aws.tasks.loader import instantiate, is_name, load_templates

@@ -29,9 +29,10 @@ from rich.table import Table
 
 import realhf
 from realhf.api.config import GenConfig
-from realhf.api.environment import FAILURE_STATUSES, Environment, RolloutOutcome, Turn
+from realhf.api.environment import Environment, Turn
 from realhf.api.evaluation import mean_interval, wilson_interval
 from realhf.api.generation import TokenSource
+from realhf.api.rollout import FAILURE_STATUSES, RolloutOutcome
 from realhf.aws.agents import (
     Agent,
     AgentError,

@@ -539,7 +539,7 @@ def make_curriculum(
 class TaskSource:
     """Draws tasks of the training split from a curriculum, without end.
 
-    Ids are ``<task id>@<n>`` with n counting from 0. Metadata holds what ``task_of`` reads, and ``template``, the
+    Ids are ``<task id>@<n>`` with n counting from 0. Metadata holds what ``parse_task`` reads, and ``template``, the
     id in the curriculum. There are no values: the task travels as metadata.
     """
 

@@ -15,6 +15,7 @@ import itertools
 import json
 import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from ssl import SSLContext
 from typing import Any
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from realhf.api.environment import FAILURE_KINDS, StepResult
+from realhf.api.environment import FAILURE_KINDS
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _MAX_REPLY_BYTES = 4 << 20
@@ -32,6 +33,18 @@ _ARITHMETIC = (
     "a trainer opens one session per episode of its generation batch (per-device batch x accumulation steps x "
     "devices), and the server must have at least as many (--pool-size)"
 )
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """An OpenEnv server's reply to ``reset`` or ``step``."""
+
+    observation: dict[str, Any]
+    """The observation as a JSON object."""
+    reward: float | None
+    """Reward of the step, if any."""
+    done: bool
+    """Whether the episode has ended."""
 
 
 class ConnectError(ConnectionError):

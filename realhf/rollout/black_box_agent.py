@@ -21,17 +21,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from realhf.api.chat_template import TemplateChat
-from realhf.api.environment import (
-    AGENT_FAILED,
-    POLICY_FAILED,
-    AssistantMessage,
-    Environment,
-    EnvironmentFailure,
-    RolloutOutcome,
-    ToolCall,
-    Turn,
-)
+from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, ToolCall, Turn
 from realhf.api.generation import TokenSource
+from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
 from realhf.api.tool_parser import CallProblem, read_json
 from realhf.base.plugin import load_plugin, located
 from realhf.rollout.episode import EpisodeRequest, Limits, Progress

@@ -27,9 +27,9 @@ from realhf.api.environment import (
     Environment,
     EnvironmentSpec,
     Opening,
-    RolloutOutcome,
 )
 from realhf.api.generation import TokenSource
+from realhf.api.rollout import RolloutOutcome
 from realhf.api.tool_parser import HERMES
 from realhf.base import event_loops
 from realhf.env.loader.load import build_environment

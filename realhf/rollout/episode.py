@@ -14,22 +14,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from realhf.api.environment import (
-    POLICY_FAILED,
-    VALID_STATUSES,
     AssistantMessage,
-    ChatFormat,
     ChatMessage,
     Environment,
     EnvironmentFailure,
     Opening,
-    PlayedTurn,
-    RolloutOutcome,
     Task,
     Turn,
     is_finite,
 )
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.rollout import POLICY_FAILED, VALID_STATUSES, ChatFormat, PlayedTurn, RolloutOutcome
 from realhf.base.text import shorten
 
 
@@ -529,7 +525,7 @@ async def play_episode(env: Environment, wanted: EpisodeRequest, speaker: Speake
     an environment or an engine that fails is an outcome. Raises ValueError when the first prompt leaves no room for a
     turn."""
     progress = Progress(wanted)
-    most = wanted.task.turns_within(max_turns)
+    most = wanted.task.limit_turns(max_turns)
     try:
         opening = await env.reset(wanted.task.payload, seed=wanted.task.seed)
         progress.begin(opening)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from realhf.api.chat_template import TemplateChat
-from realhf.api.environment import ChatMessage, PlayedTurn, RolloutOutcome
+from realhf.api.environment import ChatMessage
 from realhf.api.experiment import RolloutOptions
 from realhf.api.keys import ANY, ERRORS, SOLVED
+from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.base.text import shorten
 
 _ATTEMPTS = 6
@@ -40,15 +41,15 @@ class Feedback:
         return Feedback(chat, options.feedback, options.feedback_tokens, options.max_total_tokens)
 
     def __call__(self, group: Sequence[RolloutOutcome]) -> list[RolloutOutcome]:
-        """Return the rollouts with ``told_prompt`` in every row that can be told something. Raises
+        """Return the rollouts with ``feedback_prompt`` in every row that can be told something. Raises
         ChatTemplateError."""
         return [self._told(rollout, feedback_text(rollout, group, self.source)) for rollout in group]
 
     def _told(self, rollout: RolloutOutcome, text: str) -> RolloutOutcome:
         if not text or not rollout.opening:
             return rollout
-        branches = tuple(replace(row, told_prompt=self._prompt(row, text)) for row in rollout.branches)
-        return replace(rollout, told_prompt=self._prompt(rollout, text), branches=branches)
+        branches = tuple(replace(row, feedback_prompt=self._prompt(row, text)) for row in rollout.branches)
+        return replace(rollout, feedback_prompt=self._prompt(rollout, text), branches=branches)
 
     def _prompt(self, row: RolloutOutcome, text: str) -> list[int]:
         """Return the prompt of a row with the text in it, [] where there is no room for it, or where the row does not

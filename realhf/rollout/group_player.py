@@ -13,9 +13,10 @@ from typing import Any
 
 from realhf.api.calls import AGENT_ERROR, ENGINE_ERROR, ENV_ERROR, TIMEOUT, EvaluationPart, RolloutLease
 from realhf.api.config import ON_FAILURE, GenConfig
-from realhf.api.environment import AGENT_FAILED, POLICY_FAILED, EnvironmentSpec, RolloutOutcome, Task, task_of
+from realhf.api.environment import EnvironmentSpec, Task
 from realhf.api.evaluation import EpisodeResult
 from realhf.api.generation import TokenSource
+from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome, parse_task
 from realhf.api.trace import NO_RECORDER, PlayedSample, RolloutRecorder
 from realhf.base.dataclass_json import to_json_value
 from realhf.rollout.episode import EpisodeRequest, outcome_of
@@ -195,7 +196,7 @@ class GroupPlayer:
     async def play(self, lease: RolloutLease) -> PlayedGroup:
         """Play all rollouts at once. None of their tokens comes from weights older than the sample's admission."""
         began = time.perf_counter()
-        task = task_of(lease.metadata)
+        task = parse_task(lease.metadata)
         wanted = [
             EpisodeRequest(member, task, sampling_seed(self._run_seed, lease.id, member))
             for member in range(self._group_size)

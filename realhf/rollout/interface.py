@@ -10,10 +10,11 @@ from typing import Any
 
 from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
-from realhf.api.environment import EnvironmentSpec, RolloutOutcome, Task, task_of
+from realhf.api.environment import EnvironmentSpec, Task
 from realhf.api.evaluation import evaluation_report
 from realhf.api.experiment import HeldOutOptions, RolloutOptions
 from realhf.api.model import MEANS_OVER, CallContext, GenOutput, GenRequest, Model
+from realhf.api.rollout import RolloutOutcome, parse_task
 from realhf.api.sample import SequenceSample
 from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
@@ -79,13 +80,14 @@ class EnvRolloutInterface:
     def generate(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, Any]]:
-        """Play ``group_size`` rollouts of each sample's task (metadata: see ``task_of``). Raises ValueError when
+        """Play ``group_size`` rollouts of each sample's task (metadata: see ``parse_task``). Raises ValueError when
         ``gen`` cuts the distribution: such tokens cannot be trained on; RuntimeError when the failure policy ends the
         run."""
         options = self._options
         check_whole_distribution(options.gen)
         tasks = [
-            task_of({name: values[row] for name, values in sample.metadata.items()}) for row in range(len(sample.ids))
+            parse_task({name: values[row] for name, values in sample.metadata.items()})
+            for row in range(len(sample.ids))
         ]
         context.progress.wanted = len(tasks) * options.group_size
         own = [[sampling_seed(options.seed, i, member) for member in range(options.group_size)] for i in sample.ids]

@@ -18,18 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from realhf.api.chat_template import ChatTemplateError, TemplateChat
-from realhf.api.environment import (
-    AGENT_FAILED,
-    MAX_BRANCHES,
-    VALID_STATUSES,
-    AssistantMessage,
-    PlayedTurn,
-    RolloutOutcome,
-    Task,
-    finite_number,
-)
+from realhf.api.environment import AssistantMessage, Task, finite_number
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.rollout import AGENT_FAILED, MAX_BRANCHES, VALID_STATUSES, PlayedTurn, RolloutOutcome
 from realhf.rollout.episode import Limits, TokenBuffer, outcome_of, state_number
 from realhf.rollout.openai_requests import NO_TOOLS, ApiError, Message, Tools, answer
 
@@ -292,7 +284,7 @@ completions of one trajectory the latest counts; a trajectory that no id names i
 
 @dataclass(frozen=True)
 class Ending:
-    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.environment``; ``reward`` None:
+    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.rollout``; ``reward`` None:
     what was reported to the session."""
 
     status: str

@@ -20,19 +20,18 @@ from realhf.api.chat_template import TemplateChat
 from realhf.api.config import GenConfig
 from realhf.api.environment import (
     AssistantMessage,
-    ChatFormat,
     ChatMessage,
     Environment,
     EnvironmentFailure,
     EnvironmentSpec,
     Opening,
-    RolloutOutcome,
     Turn,
 )
 from realhf.api.experiment import RolloutOptions
 from realhf.api.generation import GenerationFailed, TokenSource
 from realhf.api.messages import message_problems
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.rollout import ChatFormat, RolloutOutcome
 from realhf.base import process_clock
 from realhf.env.loader.validation import whole_text
 from realhf.rollout.episode import EpisodeRequest, ForgetfulSpeaker, Limits, PolicySpeaker, play_episode

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from realhf.api.environment import RolloutOutcome
 from realhf.api.keys import FEEDBACK_PROMPT, ROLLOUT_KEY
+from realhf.api.rollout import RolloutOutcome
 from realhf.api.sample import Lengths, SequenceSample
 
 _UNSEEN = re.compile(
@@ -121,11 +121,13 @@ def outcomes_to_sample(
         by_rule["turns"] = Lengths(counts, offsets)
     if feedback:
         keys = keys | {FEEDBACK_PROMPT: ("i64", "feedback")}
-        told = [
-            list(row.told_prompt) if code == 0 and row.told_prompt else [-1] for rows in coded for row, code in rows
+        prompts = [
+            list(row.feedback_prompt) if code == 0 and row.feedback_prompt else [-1]
+            for rows in coded
+            for row, code in rows
         ]
-        arrays[FEEDBACK_PROMPT] = np.array([token for prompt in told for token in prompt], dtype=np.int64)
-        by_rule["feedback"] = Lengths(np.array([len(prompt) for prompt in told], dtype=np.int64), offsets)
+        arrays[FEEDBACK_PROMPT] = np.array([token for prompt in prompts for token in prompt], dtype=np.int64)
+        by_rule["feedback"] = Lengths(np.array([len(prompt) for prompt in prompts], dtype=np.int64), offsets)
     metadata = {
         "rewards": [json.dumps([outcome.reward for outcome in group]) for group in groups],
         "achieved": [

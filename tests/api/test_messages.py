@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, Opening, StepResult, Turn
+from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, Opening, Turn
 from realhf.api.messages import demonstration_problems, message_problems, silence
 from realhf.backends.builtin_policy import demonstration_texts
 from realhf.data.chat_dataset import ChatDataset
@@ -27,6 +27,7 @@ from realhf.env.adapters.policy_endpoint import Unplayable, read_messages
 from realhf.env.check.contract import opening_problems, turn_problems
 from realhf.env.loader.load import build_environment
 from realhf.env.loader.validation import BrokenContract
+from realhf.env.openenv_client import StepResult
 from realhf.env.server.spec.messages import of_opening, of_turn
 from realhf.rollout.openai_requests import ApiError, ChatRequest
 from realhf.rollout.player import SlotEnvironment

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from realhf.api.environment import AssistantMessage, DemonstrationRequest, EnvironmentFailure, TaskSet, Turn, task_of
+from realhf.api.environment import AssistantMessage, DemonstrationRequest, EnvironmentFailure, TaskSet, Turn
+from realhf.api.rollout import parse_task
 from realhf.aws.environment import DEFINITION, AwsEnvironment, AwsOptions, AwsTaskSet
 from realhf.aws.messages import NO_COMMAND
 from realhf.aws.tasks.loader import is_name
@@ -223,14 +224,14 @@ def test_an_episode_may_end_some_turns_after_the_length_of_its_solution() -> Non
     few = AwsTaskSet(AwsOptions(tiers=["warmup", "advanced"], tags=[], spare_turns=2), "heldout")
     tasks = [few.instantiate(template, 3) for template in few.group_of]
     assert {task.group: task.max_turns for task in tasks}["warmup"] == 3 and max(task.max_turns for task in tasks) == 9
-    assert {task.turns_within(6) for task in tasks} == {3, 6}
+    assert {task.limit_turns(6) for task in tasks} == {3, 6}
     drift = AwsTaskSet(AwsOptions(tiers=["expert"], tags=[], spare_turns=0, split="all_but_ten"), "train")
     for task in (drift.instantiate(template, seed) for template in drift.group_of for seed in range(5)):
         told = Task.from_json(task.payload["task"])
         assert task.max_turns == len(told.solution) + len(told.possible_drifts), "to look at each, and to mend what is"
     assert AwsTaskSet(AwsOptions(), "heldout").instantiate("1", 3).max_turns == 0
     source = TaskSource(1, "aws", options={"tiers": ["warmup"], "spare_turns": 0})
-    assert [task_of(item.metadata).max_turns for item in source.next_batch(3)] == [1, 1, 1]
+    assert [parse_task(item.metadata).max_turns for item in source.next_batch(3)] == [1, 1, 1]
 
 
 def test_templates_that_never_train_are_evaluated_in_groups_of_their_own() -> None:

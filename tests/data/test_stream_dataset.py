@@ -12,8 +12,8 @@ import torch
 
 from realhf.algorithms.inference import OutcomeRewardInterface
 from realhf.api.calls import ACCEPTED, DUPLICATE, REFUSED, Arrival
-from realhf.api.environment import RolloutOutcome
 from realhf.api.keys import key_spec
+from realhf.api.rollout import RolloutOutcome
 from realhf.api.sample import SequenceSample
 from realhf.data.payload_log import PayloadLog
 from realhf.data.stream_dataset import SampleLimits, StreamDataset

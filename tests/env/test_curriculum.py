@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from realhf.api.environment import task_of
+from realhf.api.rollout import parse_task
 from realhf.api.source import DataSource, SampleResult, SourceItem
 from realhf.aws.tasks.loader import (
     TrainingTasks,
@@ -411,7 +411,7 @@ def test_items() -> None:
     items = source.next_batch(5) + source.next_batch(3)
     assert [item.id.rpartition("@")[2] for item in items] == [str(n) for n in range(8)]
     for item in items:
-        asked = task_of(item.metadata)
+        asked = parse_task(item.metadata)
         task = Task.from_json(asked.payload["task"])
         assert asked.payload["chaos"] is True and (asked.id, asked.seed) == (f"{task.template}-{task.seed}", task.seed)
         assert item.id.startswith(f"{task.template}-{task.seed}@")

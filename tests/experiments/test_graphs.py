@@ -16,10 +16,10 @@ from experiments.sft import Config, build_untrained_policy
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.api.config import BuiltinModelConfig, ConfigError, RolloutConfig
-from realhf.api.environment import MAX_BRANCHES
 from realhf.api.experiment import ExperimentSpec, RunPlan
 from realhf.api.keys import TURN_KEYS
 from realhf.api.option import problems
+from realhf.api.rollout import MAX_BRANCHES
 from realhf.aws import environment
 from realhf.launch.build import BuiltExperiment, build_experiment
 from realhf.launch.compose import compose_config

@@ -187,7 +187,7 @@ def test_in_the_yaml_of_an_experiment_of_the_house(configs):
     with pytest.raises(ConfigError) as refused:
         build(configs, "experiment=sft", "env.path=aws", "async_rl.enabled=true")
     assert str(refused.value).splitlines() == [
-        "option async_rl.enabled has no effect in experiment sft: the experiment has no rollouts that could run while it trains",
+        "option async_rl.enabled has no effect in experiment sft: no rollouts can run while it trains",
         "option rollout.max_turns has no effect in experiment sft (set in sft.yaml)",
         "option stream.port has no effect in experiment sft: this run starts no trajectory server (set in sft.yaml)",
     ]

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from realhf.api.environment import AssistantMessage, Environment, Opening, RolloutOutcome, Task, Turn
+from realhf.api.environment import AssistantMessage, Environment, Opening, Task, Turn
+from realhf.api.rollout import RolloutOutcome
 from realhf.env.loader.load import build_environment
 from realhf.rollout.black_box_agent import AgentFunction, AgentSession, BlackBoxAgent, load_agent
 from realhf.rollout.episode import EpisodeRequest, Limits

@@ -16,8 +16,9 @@ import torch
 
 from experiments.openai_agent import rollout
 from realhf.api.config import GenConfig
-from realhf.api.environment import EnvironmentFailure, RolloutOutcome, Task
+from realhf.api.environment import EnvironmentFailure, Task
 from realhf.api.experiment import RolloutOptions
+from realhf.api.rollout import RolloutOutcome
 from realhf.aws.environment import AwsEnvironment
 from realhf.rollout.black_box_agent import AgentFunction, AgentSession, BlackBoxAgent, load_agent
 from realhf.rollout.episode import EpisodeRequest, Limits

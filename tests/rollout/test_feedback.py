@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from realhf.api.chat_template import TemplateChat
-from realhf.api.environment import PlayedTurn, RolloutOutcome
 from realhf.api.keys import FEEDBACK_PROMPT
+from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.rollout.feedback import Feedback, feedback_text
 from realhf.rollout.rollout_sample import outcomes_to_sample
@@ -71,25 +71,25 @@ def test_the_text_stands_in_the_prompt_within_its_bounds(chat: TemplateChat) -> 
     later = replace(wrong, prompt_ids=[*wrong.prompt_ids, 7, 8, 9])
     strange = replace(wrong, prompt_ids=wrong.prompt_ids[1:])
     (told,) = Feedback(chat, "any", 64, 500)([replace(wrong, branches=(later, strange))])
-    grown = len(told.told_prompt) - len(wrong.prompt_ids)
+    grown = len(told.feedback_prompt) - len(wrong.prompt_ids)
     assert 16 < grown <= 64
-    text = chat.decode(told.told_prompt)
+    text = chat.decode(told.feedback_prompt)
     assert text.index("Make a bucket.") < text.index("Feedback on an earlier") < text.index("Solve the task correctly.")
-    assert told.branches[0].told_prompt == [*told.told_prompt, 7, 8, 9] and not told.branches[1].told_prompt
+    assert told.branches[0].feedback_prompt == [*told.feedback_prompt, 7, 8, 9] and not told.branches[1].feedback_prompt
     size = len(wrong.prompt_ids) + len(wrong.completion_ids)
     for room in (0, 5, 30, 60):
         (bound,) = Feedback(chat, "any", 64, size + room)([wrong])
-        assert not bound.told_prompt or len(bound.told_prompt) + len(wrong.completion_ids) <= size + room
-        assert bool(bound.told_prompt) == (room >= 30)
+        assert not bound.feedback_prompt or len(bound.feedback_prompt) + len(wrong.completion_ids) <= size + room
+        assert bool(bound.feedback_prompt) == (room >= 30)
 
 
 def test_a_sample_has_the_prompts_where_they_are_asked_for(chat: TemplateChat) -> None:
     """A row that was told nothing, or trains nothing, has a single -1."""
     wrong, idle = rollout(chat, ("a", "error: b")), rollout(chat, ("a", "b"))
-    lost = replace(rollout(chat, status="lost"), told_prompt=[1, 2])
+    lost = replace(rollout(chat, status="lost"), feedback_prompt=[1, 2])
     group = [*Feedback(chat, "errors", 64, 500)([wrong, idle]), lost]
     sample = outcomes_to_sample(["s"], [group], feedback=True)
     lengths = sample.lengths(FEEDBACK_PROMPT).values.tolist()
-    assert lengths == [len(group[0].told_prompt), 1, 1] and lengths[0] > 1
-    assert sample[FEEDBACK_PROMPT].tolist() == [*group[0].told_prompt, -1, -1]
+    assert lengths == [len(group[0].feedback_prompt), 1, 1] and lengths[0] > 1
+    assert sample[FEEDBACK_PROMPT].tolist() == [*group[0].feedback_prompt, -1, -1]
     assert FEEDBACK_PROMPT not in outcomes_to_sample(["s"], [group]).keys

@@ -8,16 +8,9 @@ from typing import Any
 import pytest
 
 from realhf.api.chat_template import TemplateChat
-from realhf.api.environment import (
-    AssistantMessage,
-    Environment,
-    EnvironmentFailure,
-    Opening,
-    RolloutOutcome,
-    Task,
-    Turn,
-)
+from realhf.api.environment import AssistantMessage, Environment, EnvironmentFailure, Opening, Task, Turn
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.rollout import RolloutOutcome
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.player import TurnAgent
 from realhf.rollout.rollout_sample import outcomes_to_sample

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.environment import MAX_BRANCHES, AssistantMessage, ToolCall
+from realhf.api.environment import AssistantMessage, ToolCall
 from realhf.api.model import GenOutput
+from realhf.api.rollout import MAX_BRANCHES
 from realhf.rollout.episode import Limits
 from realhf.rollout.openai_requests import ApiError, Call, Message, answer, canonical_json
 from realhf.rollout.openai_sessions import TokenLedger

@@ -12,7 +12,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from realhf.api.environment import RolloutOutcome, Task
+from realhf.api.environment import Task
+from realhf.api.rollout import RolloutOutcome
 from realhf.rollout.episode import Limits
 from realhf.rollout.openai_server import build_app
 from realhf.rollout.openai_sessions import Ending, Session

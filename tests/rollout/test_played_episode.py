@@ -12,19 +12,10 @@ import pytest
 import torch
 
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
-from realhf.api.environment import (
-    HELD_OUT,
-    TRAIN,
-    AssistantMessage,
-    Environment,
-    EnvironmentSpec,
-    PlayedTurn,
-    RolloutOutcome,
-    Task,
-    Turn,
-)
+from realhf.api.environment import HELD_OUT, TRAIN, AssistantMessage, Environment, EnvironmentSpec, Task, Turn
 from realhf.api.evaluation import evaluation_report
 from realhf.api.model import MEANS_OVER, GenOutput, GenRequest
+from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.api.source import GroupSignal, SampleResult
 from realhf.dataflow.model_function_call import merge_stats
 from realhf.dataflow.rollouts.metrics import rollout_figures

@@ -19,11 +19,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from realhf.api.environment import StepResult
 from realhf.aws.models import AwsAction, AwsObservation, AwsState, AwsStepResult
 from realhf.base.loop_thread import BlockingFace, blocking
 from realhf.base.tls import believing
-from realhf.env.openenv_client import OpenEnvClient, fetch_metadata
+from realhf.env.openenv_client import OpenEnvClient, StepResult, fetch_metadata
 
 Action = AwsAction | str | Mapping[str, Any]
 P = ParamSpec("P")

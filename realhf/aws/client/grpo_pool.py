@@ -20,7 +20,6 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
-from realhf.api.environment import StepResult
 from realhf.aws.client.aws_env import AwsEnv, parse_result
 from realhf.aws.client.session_group import (
     FAILURES,
@@ -35,7 +34,7 @@ from realhf.aws.client.session_group import (
 )
 from realhf.aws.models import AwsStepResult
 from realhf.base.loop_thread import check_process
-from realhf.env.openenv_client import OpenEnvClient
+from realhf.env.openenv_client import OpenEnvClient, StepResult
 
 T = TypeVar("T")
 

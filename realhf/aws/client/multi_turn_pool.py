@@ -20,8 +20,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
-from realhf.api.environment import ChatFormat, EnvironmentSpec, RolloutOutcome, StepResult, Task
+from realhf.api.environment import EnvironmentSpec, Task
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.rollout import ChatFormat, RolloutOutcome
 from realhf.aws.client.session_group import (
     DEFAULT_URL,
     GroupError,
@@ -36,7 +37,7 @@ from realhf.aws.client.session_group import (
 from realhf.aws.environment import SYSTEM_PROMPT, AwsEnvironment, AwsOptions, AwsTaskSet
 from realhf.aws.messages import OBSERVATION_CHARS, extract_command
 from realhf.base.loop_thread import LoopThread, shut_down
-from realhf.env.openenv_client import OpenEnvClient
+from realhf.env.openenv_client import OpenEnvClient, StepResult
 from realhf.rollout.blocking_player import BatchEngine, BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.player import Player, TurnAgent

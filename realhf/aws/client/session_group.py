@@ -15,10 +15,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from realhf.api.environment import POLICY_FAILED, StepResult, is_finite
+from realhf.api.environment import is_finite
+from realhf.api.rollout import POLICY_FAILED
 from realhf.base import process_clock
 from realhf.base.tls import believing
-from realhf.env.openenv_client import CapacityError, ConnectError, EnvError, OpenEnvClient, failure_kind, fetch_metadata
+from realhf.env.openenv_client import (
+    CapacityError,
+    ConnectError,
+    EnvError,
+    OpenEnvClient,
+    StepResult,
+    failure_kind,
+    fetch_metadata,
+)
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 ON_FAILURE = ("drop", "retry", "raise")
@@ -34,7 +43,7 @@ class RolloutFailure:
     """Placeholder for the result of a failed rollout."""
 
     status: str
-    """One of ``realhf.api.environment.FAILURE_STATUSES``."""
+    """One of ``realhf.api.rollout.FAILURE_STATUSES``."""
     message: str
     """Error text."""
     valid: bool = False

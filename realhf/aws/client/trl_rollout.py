@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from realhf.api.chat_template import TemplateChat
-from realhf.api.environment import RolloutOutcome
 from realhf.api.model import GenOutput, GenRequest
+from realhf.api.rollout import RolloutOutcome
 from realhf.aws.client.multi_turn_pool import MultiTurnEnvPool
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 import realhf
-from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening, RolloutOutcome, Turn
+from realhf.api.environment import AssistantMessage, ChatMessage, Environment, Opening, Turn
 from realhf.api.generation import TokenSource
+from realhf.api.rollout import RolloutOutcome
 from realhf.aws.episode.pooled_environment import MESSAGE_TIMEOUT_S, pooled_environment
 from realhf.aws.messages import OBSERVATION_CHARS, episode_task
 from realhf.aws.scripts import DEFAULT_MIX, HABIT, KINDS, Script, write_scripts

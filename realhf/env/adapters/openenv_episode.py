@@ -13,7 +13,6 @@ from realhf.api.environment import (
     ChatMessage,
     EnvironmentFailure,
     Opening,
-    StepResult,
     Task,
     ToolCall,
     Turn,
@@ -41,7 +40,7 @@ from realhf.env.loader.validation import (
     shown,
     whole_text,
 )
-from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient
+from realhf.env.openenv_client import CapacityError, EnvError, OpenEnvClient, StepResult
 
 REFUSED = "VALIDATION_ERROR"
 """The code of an error that is about what was sent."""

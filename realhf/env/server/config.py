@@ -17,7 +17,6 @@ from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
-from realhf.api.environment import DEFAULT_FAULT_KINDS
 from realhf.base.loopback import is_loopback_host
 from realhf.base.tls import certificate_problem
 
@@ -25,6 +24,8 @@ UNAVAILABLE, DISCONNECT, HANG = "unavailable", "disconnect", "hang"
 """Kinds of faults. ``unavailable``: an error frame that says the step was not executed; ``disconnect``: the connection
 ends without an answer; ``hang``: there is no answer."""
 KINDS = (UNAVAILABLE, DISCONNECT, HANG)
+DEFAULT_FAULT_KINDS = "unavailable=9,disconnect=1"
+"""Default kinds of injected faults, with their weights."""
 
 
 def parse_kinds(text: str) -> dict[str, float]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from realhf.api.config import ALL_ROLLOUTS, MonitorConfig
-from realhf.api.environment import PlayedTurn, RolloutOutcome
+from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.api.trace import PlayedSample, TrainedRows
 from realhf.monitor.rollouts.format import PlayLine, TrainLine, encode_record, readable, repaired
 

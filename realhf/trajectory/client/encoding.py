@@ -15,7 +15,7 @@ import numpy as np
 import zstandard
 from isal import igzip
 
-from realhf.api.environment import RolloutOutcome
+from realhf.api.rollout import RolloutOutcome
 from realhf.base.loopback import is_loopback_host
 from realhf.trajectory.client.protocol import BadAnswer, BadGroup
 from realhf.trajectory.records import FIELDS, FLOAT_ROWS, INTEGER_ROWS, REQUIRED

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from realhf.api.environment import AssistantMessage, PlayedTurn, RolloutOutcome, ToolCall
+from realhf.api.environment import AssistantMessage, ToolCall
+from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.api.trace import PlayedSample, TrainedRows
 
 

@@ -13,8 +13,8 @@ from realhf.algorithms.inference import OutcomeRewardInterface
 from realhf.algorithms.options import PolicyGradientOptions
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
 from realhf.algorithms.train_step import minibatches
-from realhf.api.environment import RolloutOutcome
 from realhf.api.model import CallContext
+from realhf.api.rollout import RolloutOutcome
 from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.rollout.rollout_sample import outcomes_to_sample
 from realhf.trajectory.client.encoding import decode_batch, encode_groups, group_of
