@@ -169,7 +169,7 @@ class HostAgent:
         limit_s, why = self._patience_s, ""
         try:
             if self._prepare:
-                with self._local.beside():
+                with self._local.preserve_children():
                     self._prepared.begin()
             while (socket := self._registered(limit_s, why)) is not None:
                 try:
@@ -326,7 +326,7 @@ class HostAgent:
 
     def _start_waiting(self, socket: zmq.Socket[bytes]) -> None:
         """Start what the launcher has asked for, unless what it needs is being imported just now."""
-        if self._waiting and not self._prepared.importing():
+        if self._waiting and not self._prepared.is_importing():
             waiting, self._waiting = [*self._waiting.values()], {}
             for asked in waiting:
                 self._start(socket, asked)

@@ -298,7 +298,7 @@ class ClusterScheduler:
         left of them after ``REJOIN_S``. Raises ClusterError."""
         assert self._known is not None
         if self._starter is not None:
-            with self._local.beside():
+            with self._local.preserve_children():
                 self._starter.start_agents(control.endpoint, self._known.draw(self._starter.hosts))
         options = self._options
         again = self._before is not None

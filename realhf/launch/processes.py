@@ -1,10 +1,9 @@
-"""Starts the processes of a run, watches them, and decides which one is ended and which one gets a successor.
+"""Process supervision of a run: starts the workers, detects failures, and restarts workers or the whole run.
 
-A worker is started again, the run begins again from the last checkpoint, or it gives up.
-
-A worker is dead when its process has ended, or when the master, its host or its start says so: whoever finds out tells
-the launcher, which kills what is left of the process, so that a death is always an exit in the end. Then the worker is
-started again, left out, or the run ends.
+A worker counts as dead when its process has exited, or when the master, its host or its start reports it
+lost. In the latter case the launcher kills the process, so that every death ends in an exit. The worker is
+then restarted or dropped; if the run cannot continue without it, the run restarts from its last checkpoint
+or fails.
 """
 
 from __future__ import annotations
@@ -41,46 +40,51 @@ from realhf.scheduler.base import (
     WorkerStarts,
     WorkersWanted,
 )
-from realhf.scheduler.local import WANT_OF_MEMORY
+from realhf.scheduler.local import OOM_KILLED
 from realhf.scheduler.process import failure_cause, log_tail
 from realhf.transport.errors import LOST_MASTER
 from realhf.transport.network import RunKeys, forget
 
 STOP_GRACE_S = 4.0
+"""Time in seconds between SIGTERM and SIGKILL when the run's processes are stopped."""
 LEAVE_TIMEOUT_S = 15.0
+"""Time in seconds that the processes get to exit after the master has reported the summary."""
 STOPS = "the run saves a checkpoint of its last finished step and ends; a second signal ends it without"
 BEGINS_AGAIN = "the run begins again from its last checkpoint"
 PUNCTUAL_S = 5.0
-"""A launcher that was away for longer than this reads what the master has said before it judges who is late."""
+"""If one wait took longer than this many seconds, the launcher was suspended or busy. It then reads the
+queued messages of the master before it enforces deadlines."""
 MASTER_GRACE_S = 5.0
-"""A worker that leaves in peace was sent away by its master, who ends after it and can say why; one that has lost the
-master may be the first of all."""
+"""Time in seconds to wait for the master's exit before another exit is blamed. A worker that exits cleanly
+was dismissed by the master, which ends later and knows the reason; one that lost its connection to the
+master may simply have noticed the master's death first."""
 TAIL_LINES = 8
+"""Number of log lines quoted for a process that failed without a message."""
 LESS_MEMORY = {
     "model_worker": WAYS,
     "generation": "lower rollout.sessions or rollout.max_total_tokens, or take a smaller model",
     "rollout_worker": "lower rollout.sessions or rollout.max_total_tokens",
     "env": "lower env.pool_size",
 }
-"""What helps a worker of a kind that had too little memory."""
+"""Advice by worker kind for a worker that was killed for lack of memory."""
 SECTIONS = {"env": "env", "trajectory": "stream"}
-"""Kinds of servers, and the section of the configuration that holds their flags."""
+"""Configuration section of the command-line flags of each kind of server."""
 
 
 class LaunchError(RuntimeError):
-    """A process failed. The message names it, the cause and its log."""
+    """A failed process. The message names it, the cause and its log."""
 
 
-class RunsAgain(Exception):
-    """Is raised inside when a run is to begin again though nothing has failed; the message says why."""
+class RunRestart(Exception):
+    """A restart of the run without a failure. The message gives the reason."""
 
 
 class WorkerFailed(LaunchError):
-    """A worker of a run ended; what the run had saved is whole."""
+    """The failure of a worker that the run cannot continue without. The run's saved state is intact."""
 
 
 def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> None:
-    """Run a job to its end; its artifact appears whole or not at all. Raises LaunchError."""
+    """Run a job to its end. Its artifact is created atomically. Raises LaunchError."""
     partial = job.artifact.with_name(f".{job.artifact.name}.{os.getpid()}.tmp")
     job.artifact.parent.mkdir(parents=True, exist_ok=True)
     argv = tuple(str(partial) if text == "{artifact}" else text for text in job.argv)
@@ -101,7 +105,8 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
         try:
             os.replace(partial, job.artifact)
         except OSError:
-            if not job.artifact.exists():  # else a concurrent run has made the same folder first, and that one stays
+            # A concurrent run may have created the same artifact first; it is kept.
+            if not job.artifact.exists():
                 raise
     finally:
         with undisturbed():
@@ -115,36 +120,40 @@ def run_job(job: JobSpec, scheduler: Scheduler, log: Path, display: Display) -> 
 def run_workers(
     plan: RunPlan, scheduler: Scheduler, display: Display, signals: StopSignals | None = None
 ) -> dict[str, Any]:
-    """Start master and workers, watch them, stop them all; the summary of the run. An asynchronous run goes on without
-    a person when a worker dies. Raises LaunchError that names the worker that failed for good, and Interrupted once the
-    run has saved what ``signals`` asked it to save."""
+    """Start the master and the workers, supervise them, stop them all, and return the run's summary.
+
+    An asynchronous run recovers from the deaths of workers by itself. Raises LaunchError that names the
+    worker whose failure was final, and Interrupted after the run has saved the checkpoint that
+    ``signals`` requested."""
     signals = signals or StopSignals()
     rollout = plan.spec.rollout
     failures: deque[float] = deque()
     if rollout is not None and (environment := plan.spec.environment) is not None and environment.port == 0:
-        # A server that is started again must be found where the one before it was.
+        # A restarted server must have the same address as before.
         plan = replace(plan, spec=replace(plan.spec, environment=replace(environment, port=free_port())))
     while True:
         plan.write()
         try:
-            # The master gives its workers once this time, to come up one after the other; who is brought files before
-            # has it twice.
-            watch = Supervisor(replaces=rollout is not None, join_s=2 * plan.rpc.connect_timeout_s)
-            return _run_once(plan, scheduler, display, watch, signals)
-        except (LaunchError, RunsAgain) as error:
+            # The master itself waits connect_timeout_s for each worker. Twice that leaves time for hosts that
+            # receive files before they can start a worker.
+            supervisor = Supervisor(replaces=rollout is not None, join_s=2 * plan.rpc.connect_timeout_s)
+            return _run_once(plan, scheduler, display, supervisor, signals)
+        except (LaunchError, RunRestart) as error:
             if signals.requested is not None:
                 raise Interrupted(signals.requested, "the run failed before it could save a checkpoint") from error
             if isinstance(error, LaunchError) and not isinstance(error, WorkerFailed):
                 raise
             failed = isinstance(error, WorkerFailed)
-            if failed and (rollout is None or not _may_begin_again(failures, rollout.options)):
+            if failed and (rollout is None or not _may_restart(failures, rollout.options)):
                 raise
             display.show({"kind": "warning", "text": f"{error}\n{BEGINS_AGAIN}"})
             plan = replace(plan, recover_mode=RecoverMode.auto, started_at=time.time())
 
 
-def _may_begin_again(failures: deque[float], options: AsyncConfig) -> bool:
-    """Note a failure, and say whether those of the last ``recover_window_s`` are few enough to go on."""
+def _may_restart(failures: deque[float], options: AsyncConfig) -> bool:
+    """Record a failure, and return whether those within ``recover_window_s`` do not exceed ``recover_retries``.
+
+    ``failures`` holds the times of earlier failures in seconds of the process clock."""
     failures.append(process_clock.now())
     while failures[0] < failures[-1] - options.recover_window_s:
         failures.popleft()
@@ -154,64 +163,69 @@ def _may_begin_again(failures: deque[float], options: AsyncConfig) -> bool:
 def _run_once(
     plan: RunPlan, scheduler: Scheduler, display: Display, supervisor: Supervisor, signals: StopSignals
 ) -> dict[str, Any]:
+    """Run all processes until the master has ended, and return the summary that it reported."""
     summary: dict[str, Any] | None = None
-    leave_by = judge_at = float("inf")
+    leave_by = float("inf")
+    judge_at = float("inf")  # When the exits in ``ended`` are handled; see MASTER_GRACE_S.
     ended: list[WorkerExit] = []
     stopping = False
-    run_id, key_file = secrets.token_hex(6), make_keys(plan)
+    run_id = secrets.token_hex(6)
+    key_file = make_keys(plan)
     try:
-        more = Reinforcements(plan, run_id, key_file)
-        master = _master(plan, run_id, key_file)
+        elastic = ElasticWorkers(plan, run_id, key_file)
+        master = _master_spec(plan, run_id, key_file)
         scheduler.start(master)
-        supervisor.started(master)
+        supervisor.on_start(master)
         while process_clock.now() < leave_by:
             if signals.requested is not None and not stopping:
                 stopping = True
                 name = signal.Signals(signals.requested).name
                 display.show({"kind": "warning", "text": f"{name}: {STOPS}"})
                 scheduler.interrupt(MASTER)
-            asked = process_clock.now()
+            waiting_since = process_clock.now()
             events = scheduler.wait(1.0)
             exits = [event for event in events if isinstance(event, WorkerExit)]
             for event in events:
                 if isinstance(event, WorkerExit):
-                    supervisor.ended(event)
+                    supervisor.on_exit(event)
                 elif isinstance(event, WorkerStarts):
-                    supervisor.begins(event.name)
+                    supervisor.on_deferred_start(event.name)
                 elif isinstance(event, Notice):
                     display.show({"kind": "warning", "text": event.text})
                 elif isinstance(event, WorkersWanted):
-                    more.wanted.append(event)
+                    elastic.wanted.append(event)
                 elif isinstance(event, BeginAgain) and summary is None:
-                    raise RunsAgain(event.why)
+                    raise RunRestart(event.why)
                 message = parse_event(event.text) if isinstance(event, WorkerLine) and event.name == MASTER else None
-                if message is None or supervisor.told(message):
+                if message is None or supervisor.on_message(message):
                     continue
                 display.show(message)
                 if message["kind"] == "endpoint":
-                    more.master = message["address"]
+                    elastic.master = message["address"]
                     for worker in worker_specs(plan, run_id, message["address"], key_file):
                         scheduler.start(worker)
-                        supervisor.started(worker)
+                        supervisor.on_start(worker)
                 elif message["kind"] == "step":
-                    signals.deferred = True  # from now on there is something to save
+                    signals.deferred = True  # From now on there is progress to save.
                 elif message["kind"] == "stopped" and signals.requested is not None:
                     raise Interrupted(signals.requested, message["text"])
                 elif message["kind"] == "done":
                     signals.deferred = False
-                    summary, leave_by = message["summary"], process_clock.now() + LEAVE_TIMEOUT_S
-            # It may have been stopped itself, or busy with files of a host, while its workers went on.
-            punctual = process_clock.now() - asked < PUNCTUAL_S
-            for sentence in supervisor.condemned() if punctual else ():
-                scheduler.kill(sentence.name, sentence.cause, pid=sentence.pid, started=sentence.started)
+                    summary = message["summary"]
+                    leave_by = process_clock.now() + LEAVE_TIMEOUT_S
+            # If this process was suspended, or busy with the files of a host, the workers may be on time
+            # although their messages have not been read yet.
+            punctual = process_clock.now() - waiting_since < PUNCTUAL_S
+            for order in supervisor.pop_kill_orders() if punctual else ():
+                scheduler.kill(order.name, order.cause, pid=order.pid, started=order.started)
             if exits:
                 ended += exits
-                judge_at = process_clock.now() + (MASTER_GRACE_S if all(map(_may_be_the_master, ended)) else 0.0)
+                judge_at = process_clock.now() + (MASTER_GRACE_S if all(map(_may_follow_master, ended)) else 0.0)
             if ended and summary is None and process_clock.now() >= judge_at:
-                _replace(sorted(ended, key=_blame), scheduler, display, supervisor, plan.spec.run_dir)
+                _replace_workers(sorted(ended, key=_root_cause_rank), scheduler, display, supervisor, plan.spec.run_dir)
                 ended.clear()
             if plan.spec.rollout is not None and summary is None:
-                more.send(scheduler, supervisor, display)
+                elastic.start_wanted(scheduler, supervisor, display)
             if any(event.name == MASTER for event in exits):
                 break
     finally:
@@ -225,15 +239,19 @@ def _run_once(
     return summary
 
 
-def _replace(
+def _replace_workers(
     exits: Sequence[WorkerExit], scheduler: Scheduler, display: Display, supervisor: Supervisor, run_dir: Path
 ) -> None:
-    """Start successors of the workers that ended, and say so, also in the run folder. Raises WorkerFailed for the first
-    that cannot have one and that the run cannot do without; nobody who ended together with that one is started."""
+    """Restart the workers that ended, and report each death on the display and in the run folder.
+
+    Raises WorkerFailed for the first worker that cannot be restarted and that the run cannot continue
+    without; none of the others is restarted then."""
     successors = {exit_.name: supervisor.successor(exit_) for exit_ in exits}
-    vital = [name for name, spec in successors.items() if spec is None and not supervisor.dispensable(name)]
+    vital = [name for name, spec in successors.items() if spec is None and not supervisor.is_dispensable(name)]
     for exit_ in exits:
-        spec, message, refused = successors[exit_.name], failure_message(exit_), ""
+        spec = successors[exit_.name]
+        message = failure_message(exit_)
+        refused = ""
         if vital and exit_.name not in vital:
             then = f"the run cannot go on without {vital[0]}"
             note_death(run_dir, exit_.name, message.splitlines()[0], then)
@@ -243,63 +261,68 @@ def _replace(
             try:
                 scheduler.start(spec)
             except OSError as error:
-                spec, refused = None, f"it cannot be started again: {error}"
+                spec = None
+                refused = f"it cannot be started again: {error}"
             else:
-                supervisor.started(spec)
+                supervisor.on_start(spec)
         if spec is not None:
-            message, then = message.splitlines()[0], "it is started again"
-        elif supervisor.dispensable(exit_.name):
+            message = message.splitlines()[0]
+            then = "it is started again"
+        elif supervisor.is_dispensable(exit_.name):
             then = f"{refused or 'it failed too often'}; the run goes on without it"
         else:
             then = refused
         note_death(run_dir, exit_.name, message.splitlines()[0], then or "the run cannot go on without it")
-        if spec is None and not supervisor.dispensable(exit_.name):
+        if spec is None and not supervisor.is_dispensable(exit_.name):
             raise WorkerFailed(f"{message}; {refused}" if refused else message)
         display.show({"kind": "warning", "text": f"{message}{'; ' if spec else chr(10)}{then}"})
 
 
 def failure_message(exit_: WorkerExit) -> str:
-    """One line about the cause, and for a process that could not speak the last lines of its log."""
+    """Return a line about the cause of an exit, with the last lines of the log if no cause is known."""
     where = f"(log: {exit_.log})"
     cause = failure_cause(exit_.log, exit_.log_from, exit_.words) if exit_.exit_code > 0 else None
     kind = exit_.name.partition("/")[0]
     section = SECTIONS.get(kind)
-    if cause and section:  # flags of a server (--pool-size) by the names they have here (env.pool_size)
+    if cause and section:  # Name a server's flags (--pool-size) by their options here (env.pool_size).
         cause = re.sub(r"--([a-z][a-z-]*)", lambda flag: f"{section}." + flag[1].replace("-", "_"), cause)
     if cause:
         return f"{exit_.name} failed: {cause} {where}"
-    if exit_.cause.startswith(WANT_OF_MEMORY):
+    if exit_.cause.startswith(OOM_KILLED):
         return f"{exit_.name} was {exit_.cause}; {LESS_MEMORY.get(kind, 'give it more')} {where}"
     tail = "\n".join(f"  | {line}" for line in log_tail(exit_.log, TAIL_LINES, exit_.log_from))
-    told = f"; its log ends:\n{tail}" if tail else ""
-    return f"{exit_.name} ended before the run did: {exit_.reason} {where}{told}"
+    log_end = f"; its log ends:\n{tail}" if tail else ""
+    return f"{exit_.name} ended before the run did: {exit_.reason} {where}{log_end}"
 
 
-def _peaceful(exit_: WorkerExit) -> bool:
+def _is_clean(exit_: WorkerExit) -> bool:
+    """Return whether a worker, which is not the master, exited with code 0."""
     return exit_.exit_code == 0 and exit_.name != MASTER
 
 
-def _may_be_the_master(exit_: WorkerExit) -> bool:
-    """Return whether a worker ended because of its master, as far as itself can tell."""
+def _may_follow_master(exit_: WorkerExit) -> bool:
+    """Return whether a worker may have ended because of the master: cleanly, or with a lost connection to it."""
     cause = (
         failure_cause(exit_.log, exit_.log_from, exit_.words) if exit_.exit_code > 0 and exit_.name != MASTER else None
     )
-    return _peaceful(exit_) or (cause is not None and LOST_MASTER in cause)
+    return _is_clean(exit_) or (cause is not None and LOST_MASTER in cause)
 
 
-def _blame(exit_: WorkerExit) -> tuple[bool, bool, bool]:
-    """Of several that ended together the killed one comes first, then what failed, the master, who reports others,
-    after it, and last what left in peace."""
-    return _peaceful(exit_), exit_.exit_code >= 0, exit_.name == MASTER
+def _root_cause_rank(exit_: WorkerExit) -> tuple[bool, bool, bool]:
+    """Return a sort key that puts the most likely root cause first: killed workers, then failed workers,
+    then the master, which reports failures of others, then clean exits."""
+    return _is_clean(exit_), exit_.exit_code >= 0, exit_.name == MASTER
 
 
-def _log(spec: ExperimentSpec, name: str) -> Path:
+def _log_path(spec: ExperimentSpec, name: str) -> Path:
     return spec.run_dir / "logs" / f"{name.replace('/', '-')}.log"
 
 
 def make_keys(plan: RunPlan) -> Path | None:
-    """Draw the keys of a run that listens on more than the loopback, and return where its processes read them as long
-    as this one lives; None for any other run. Raises OSError."""
+    """Create the keys of a run that listens on more than the loopback interface.
+
+    Return the file that its processes read them from, which exists only while this process lives; None
+    for any other run. Raises OSError."""
     bind = plan.network.bind
     return RunKeys.make().in_memory() if bind and not is_loopback_host(bind) else None
 
@@ -308,178 +331,207 @@ def _keys_option(key_file: Path | None) -> tuple[str, ...]:
     return ("--key-file", str(key_file)) if key_file else ()
 
 
-def _master(plan: RunPlan, run_id: str, key_file: Path | None = None) -> WorkerSpec:
+def _master_spec(plan: RunPlan, run_id: str, key_file: Path | None = None) -> WorkerSpec:
     argv = ("--run-dir", str(plan.spec.run_dir), "--run-id", run_id, *_keys_option(key_file))
-    return WorkerSpec(MASTER, "workers.master_worker", argv, _log(plan.spec, MASTER), events=True)
+    return WorkerSpec(MASTER, "workers.master_worker", argv, _log_path(plan.spec, MASTER), events=True)
 
 
 def worker_specs(plan: RunPlan, run_id: str, master: str, key_file: Path | None = None) -> list[WorkerSpec]:
-    """All processes of a run but its master, who is at the address ``master``, in the order in which they are started:
-    who trains comes before who generates, which can do with the GPUs that are left. ``key_file`` holds the keys of the
-    run, where there are any."""
-    spec, join = plan.spec, ("--run-id", run_id, "--master", master, *_keys_option(key_file))
+    """Return all processes of a run except the master, in the order in which they are started.
+
+    Model workers come before generation workers, which can use the remaining GPUs. ``master`` is the
+    master's address; ``key_file`` holds the run's keys, if it has any."""
+    spec = plan.spec
+    join = ("--run-id", run_id, "--master", master, *_keys_option(key_file))
     niceness = spec.rollout.options.niceness if spec.rollout else 0
     workers = []
     if (server := spec.environment) is not None:
         argv = ("--name", "env/0", "--host", server.host, "--port", str(server.port), *server.argv, *join)
-        workers.append(WorkerSpec("env/0", server.module, argv, _log(spec, "env/0"), niceness=niceness))
+        workers.append(WorkerSpec("env/0", server.module, argv, _log_path(spec, "env/0"), niceness=niceness))
     for service in spec.services:
         argv = ("--name", service.name, *service.argv, *join)
-        workers.append(WorkerSpec(service.name, service.module, argv, _log(spec, service.name)))
+        workers.append(WorkerSpec(service.name, service.module, argv, _log_path(spec, service.name)))
     for index in range(spec.n_model_workers):
         argv = ("--run-dir", str(spec.run_dir), "--index", str(index), *join)
         name = f"model_worker/{index}"
-        workers.append(WorkerSpec(name, "workers.model_worker", argv, _log(spec, name), gpu=plan.gpus.get(name)))
-    return workers + [_player(plan, name, join) for name in (spec.rollout.workers if spec.rollout else ())]
+        workers.append(WorkerSpec(name, "workers.model_worker", argv, _log_path(spec, name), gpu=plan.gpus.get(name)))
+    names = spec.rollout.workers if spec.rollout else ()
+    return workers + [_rollout_side_spec(plan, name, join) for name in names]
 
 
-def _player(plan: RunPlan, name: str, join: tuple[str, ...]) -> WorkerSpec:
-    """Return a rollout or a generation worker of an asynchronous run."""
-    spec, (kind, _, number) = plan.spec, name.partition("/")
+def _rollout_side_spec(plan: RunPlan, name: str, join: tuple[str, ...]) -> WorkerSpec:
+    """Return a rollout worker or a generation worker of an asynchronous run."""
+    spec = plan.spec
+    kind, _, number = name.partition("/")
     module = "workers.generation_worker" if kind == "generation" else "workers.rollout_worker"
     argv = ("--run-dir", str(spec.run_dir), "--index", number, *join)
     niceness = spec.rollout.options.niceness if spec.rollout else 0
-    return WorkerSpec(name, module, argv, _log(spec, name), niceness=niceness, gpu=plan.gpus.get(name))
+    return WorkerSpec(name, module, argv, _log_path(spec, name), niceness=niceness, gpu=plan.gpus.get(name))
 
 
-class Reinforcements:
-    """Starts more workers in a running asynchronous run, on hosts that have room for them: ``wanted`` says where, and
-    ``master`` whom they join, once it listens."""
+class ElasticWorkers:
+    """Additional workers of a running asynchronous run, on hosts that joined it with spare capacity."""
 
     def __init__(self, plan: RunPlan, run_id: str, key_file: Path | None) -> None:
-        self._plan, self._run_id, self._key_file = plan, run_id, key_file
+        self._plan = plan
+        self._run_id = run_id
+        self._key_file = key_file
         names = plan.spec.rollout.workers if plan.spec.rollout else []
-        self._next = Counter(name.partition("/")[0] for name in names)
+        self._next_number = Counter(name.partition("/")[0] for name in names)
+        """Number of the next worker of each kind."""
         self.wanted: list[WorkersWanted] = []
+        """Requests for workers that have not been started yet."""
         self.master = ""
+        """Address of the master, "" until it listens."""
 
-    def send(self, scheduler: Scheduler, supervisor: Supervisor, display: Display) -> None:
-        """Start what is wanted. A host that is gone meanwhile gets none."""
+    def start_wanted(self, scheduler: Scheduler, supervisor: Supervisor, display: Display) -> None:
+        """Start the requested workers. Requests for a host that has left since are dropped with a warning."""
         if not self.master:
             return
         join = ("--run-id", self._run_id, "--master", self.master, *_keys_option(self._key_file))
-        for kind, host, count in [(every.kind, every.host, every.count) for every in self.wanted]:
-            names = [f"{kind}/{self._next[kind] + number}" for number in range(count)]
+        for request in self.wanted:
+            first = self._next_number[request.kind]
+            names = [f"{request.kind}/{first + number}" for number in range(request.count)]
             try:
                 for name in names:
-                    worker = replace(_player(self._plan, name, join), host=host)
+                    worker = replace(_rollout_side_spec(self._plan, name, join), host=request.host)
                     scheduler.start(worker)
-                    supervisor.started(worker)
+                    supervisor.on_start(worker)
             except OSError as error:
                 display.show({"kind": "warning", "text": str(error)})
             else:
-                display.show({"kind": "warning", "text": f"{', '.join(names)} are started on {host}"})
-            self._next[kind] += count
+                display.show({"kind": "warning", "text": f"{', '.join(names)} are started on {request.host}"})
+            self._next_number[request.kind] += request.count
         self.wanted.clear()
 
 
 RESTARTABLE = ("rollout_worker", "generation", "env")
-"""Kinds of workers that hold nothing which the run cannot do without."""
+"""Kinds of workers that hold no state of the run and can be restarted."""
 ONE_OF_SEVERAL = ("rollout_worker", "generation")
-"""Kinds of which one can be missing while others run: they take its work."""
+"""Kinds whose other workers take over the work of a missing one."""
 MAX_ERRORS = 3
+"""Number of errors of a worker after which it is not restarted."""
 MAX_QUICK_DEATHS = 3
+"""Number of successive deaths within ``QUICK_S`` of the start after which a worker is not restarted."""
 QUICK_S = 10.0
+"""Lifetime in seconds below which a death counts as quick."""
 LEAVE_S = 30.0
-"""How long the process of a worker that has said good-bye to the master may take to end: one that stops a server of
-vLLM takes up to 20 s, and says only then why it left."""
+"""Time in seconds that the process of a worker gets to exit after it has left the master. A worker that
+stops a vLLM server takes up to 20 s, and reports its reason only then."""
 MASTER = "master"
+"""Name of the master process."""
 
 
 @dataclass(frozen=True)
-class Sentence:
-    """Says that a worker is to be killed, and why; ``pid`` and ``started`` say which process of this name (0: the one
-    that has it now)."""
+class KillOrder:
+    """A worker process to kill, and the reason."""
 
     name: str
+    """Name of the worker."""
     cause: str
+    """Reason, for the exit's message."""
     pid: int = 0
+    """Process id; 0 for the current process of this name."""
     started: int = 0
+    """Start time of the process in clock ticks, which tells it from a later one with the same pid; 0 if unknown."""
 
 
 class Supervisor:
-    """Knows the workers of one run. With ``replaces``, as in an asynchronous run, a worker that fails by itself may do
-    so ``MAX_ERRORS`` times; one that is killed, as often as it lived ``QUICK_S`` seconds before. ``join_s`` is how long
-    a worker may take until the master has heard of it."""
+    """State of the worker processes of one run, and the restart policy.
+
+    With ``replaces``, as in asynchronous runs, a worker is restarted after up to ``MAX_ERRORS`` errors of
+    its own, and after any number of kills unless it dies ``MAX_QUICK_DEATHS`` times in a row within
+    ``QUICK_S`` seconds of its start. ``join_s`` is the time in seconds that a worker gets to register
+    with the master."""
 
     def __init__(self, *, replaces: bool = True, join_s: float = 240.0) -> None:
-        self._replaces, self._join_s = replaces, join_s
+        self._replaces = replaces
+        self._join_s = join_s
         self._specs: dict[str, tuple[WorkerSpec, float]] = {}
+        """Each worker with the time of its last start."""
         self._errors: Counter[str] = Counter()
-        self._quick: Counter[str] = Counter()
+        self._quick_deaths: Counter[str] = Counter()
         self._running: set[str] = set()
         self._left: set[str] = set()
-        """Workers that have said good-bye to the master, whose end is no error."""
-        self._joining: dict[str, float] = {}
-        self._doomed: dict[str, tuple[float, Sentence]] = {}
+        """Workers that have left the master in an orderly way, whose exit is no error."""
+        self._join_deadlines: dict[str, float] = {}
+        """Deadlines of started workers that have not registered yet."""
+        self._kill_orders: dict[str, tuple[float, KillOrder]] = {}
+        """Pending kills with the time at which they are due."""
         self.restarts: Counter[str] = Counter()
+        """Number of restarts by kind of worker."""
 
-    def started(self, spec: WorkerSpec) -> None:
-        """A worker is running."""
+    def on_start(self, spec: WorkerSpec) -> None:
+        """Record that a worker was started."""
         self._specs[spec.name] = (spec, process_clock.now())
         self._running.add(spec.name)
         self._left.discard(spec.name)
-        self._joining[spec.name] = process_clock.now() + self._join_s
+        self._join_deadlines[spec.name] = process_clock.now() + self._join_s
 
-    def begins(self, name: str) -> None:
-        """A worker whose start was put off is being started now, and has its time to join from now on."""
+    def on_deferred_start(self, name: str) -> None:
+        """Record that a worker whose start was deferred is started now; its time to register begins again."""
         if name in self._running:
-            self.started(self._specs[name][0])
+            self.on_start(self._specs[name][0])
 
-    def told(self, message: Mapping[str, Any]) -> bool:
-        """Take what the master says about the life of a worker; False for a message about something else."""
+    def on_message(self, message: Mapping[str, Any]) -> bool:
+        """Process a message of the master about a worker's life. Return False for any other message."""
         if message["kind"] == "joined":
-            self._joining.pop(message["name"], None)
+            self._join_deadlines.pop(message["name"], None)
         elif message["kind"] == "endpoint":
-            self._joining.pop(MASTER, None)
+            self._join_deadlines.pop(MASTER, None)
             return False
         elif message["kind"] == "lost":
-            wait_s, cause = 0.0, f"killed: {message['reason']}"
+            wait_s = 0.0
+            cause = f"killed: {message['reason']}"
             if message["left"]:
                 self._left.add(message["name"])
-                wait_s, cause = LEAVE_S, f"killed: it had left the run {LEAVE_S:g} s before and did not end"
-            sentence = Sentence(message["name"], cause, message["pid"], message["started"])
-            self._doomed[sentence.name] = process_clock.now() + wait_s, sentence
+                wait_s = LEAVE_S
+                cause = f"killed: it had left the run {LEAVE_S:g} s before and did not end"
+            order = KillOrder(message["name"], cause, message["pid"], message["started"])
+            self._kill_orders[order.name] = (process_clock.now() + wait_s, order)
         else:
             return False
         return True
 
-    def condemned(self) -> list[Sentence]:
-        """Return whom to kill now, each once."""
+    def pop_kill_orders(self) -> list[KillOrder]:
+        """Return the workers to kill now, each once: those that did not register in time, and those that
+        the master has lost."""
         now = process_clock.now()
-        late = [name for name, until in self._joining.items() if until <= now]
-        due = [name for name, (at, _) in self._doomed.items() if at <= now]
+        late = [name for name, deadline in self._join_deadlines.items() if deadline <= now]
+        due = [name for name, (due_at, _) in self._kill_orders.items() if due_at <= now]
         for name in late:
-            del self._joining[name]
-        unheard = f"killed: it did not register with the master within {self._join_s:g} s"
+            del self._join_deadlines[name]
+        unregistered = f"killed: it did not register with the master within {self._join_s:g} s"
         silent = f"killed: it did not begin to listen within {self._join_s:g} s"
-        found = [Sentence(name, silent if name == MASTER else unheard) for name in late]
-        return found + [self._doomed.pop(name)[1] for name in due]
+        orders = [KillOrder(name, silent if name == MASTER else unregistered) for name in late]
+        return orders + [self._kill_orders.pop(name)[1] for name in due]
 
-    def ended(self, exit_: WorkerExit) -> None:
-        """A worker has ended, whoever did it."""
+    def on_exit(self, exit_: WorkerExit) -> None:
+        """Record that a worker has ended, for whatever reason."""
         self._running.discard(exit_.name)
-        self._joining.pop(exit_.name, None)
-        self._doomed.pop(exit_.name, None)
+        self._join_deadlines.pop(exit_.name, None)
+        self._kill_orders.pop(exit_.name, None)
 
     def successor(self, exit_: WorkerExit) -> WorkerSpec | None:
-        """The worker to start in place of one that ended; None when there is none, see ``dispensable``."""
+        """Return the worker to start in place of one that ended, or None if it is not to be restarted.
+
+        Without it the run continues only if the worker ``is_dispensable``."""
         kind = exit_.name.partition("/")[0]
         self._running.discard(exit_.name)
         if not self._replaces or kind not in RESTARTABLE or exit_.name not in self._specs:
             return None
         spec, since = self._specs[exit_.name]
-        # An early exit with code 0 is an error, too: code of an environment may end its process so.
+        # An early exit with code 0 counts as an error: an environment's code may call sys.exit().
         self._errors[exit_.name] += exit_.exit_code > 0 or (exit_.exit_code == 0 and exit_.name not in self._left)
         quick = process_clock.now() - since < QUICK_S
-        self._quick[exit_.name] = self._quick[exit_.name] + 1 if quick else 0
-        if self._errors[exit_.name] > MAX_ERRORS or self._quick[exit_.name] > MAX_QUICK_DEATHS:
+        self._quick_deaths[exit_.name] = self._quick_deaths[exit_.name] + 1 if quick else 0
+        if self._errors[exit_.name] > MAX_ERRORS or self._quick_deaths[exit_.name] > MAX_QUICK_DEATHS:
             return None
         self.restarts[kind] += 1
         return spec
 
-    def dispensable(self, name: str) -> bool:
-        """Whether the run can go on without a worker that is not started again, because others of its kind run."""
+    def is_dispensable(self, name: str) -> bool:
+        """Return whether the run can continue without a worker because others of its kind are running."""
         kind = name.partition("/")[0]
         others = any(other.startswith(f"{kind}/") for other in self._running)
         return self._replaces and kind in ONE_OF_SEVERAL and others

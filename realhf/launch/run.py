@@ -33,7 +33,7 @@ from realhf.monitor.display import Display, make_display
 from realhf.monitor.provenance import EFFECTIVE, origin, record_launch
 from realhf.monitor.summary import held_out_table
 from realhf.scheduler.base import Scheduler
-from realhf.scheduler.process import describe, orphans_adopted
+from realhf.scheduler.process import adopt_orphans, describe
 
 LAUNCHER_LOG = "launcher.log"
 """The file in the logs of a run that says when its terminal was lost."""
@@ -53,7 +53,7 @@ def run_to_the_end(
     signals = StopSignals()
     go_on = "" if named else f"to go on with it: {resume_line(arguments, config.trial_name)}"
     try:
-        with orphans_adopted(), signals.installed(), _locked(built.spec.run_dir):
+        with adopt_orphans(), signals.installed(), _locked(built.spec.run_dir):
             if config.recover_mode is RecoverMode.disabled:
                 for path in list(removable(built.spec.run_dir)):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""Starts, watches and stops worker processes."""
+"""Schedulers: starting, supervising and stopping worker processes."""

@@ -1,4 +1,4 @@
-"""Defines what a scheduler does: it starts worker processes, reports at once what they do, and leaves none behind."""
+"""The scheduler contract: starts worker processes, reports their events, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -11,49 +11,56 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """Describes one process, ``python -m module *argv``.
-
-    Its standard error goes to ``log``, and its standard output too, unless ``events`` is set: then every line of
-    standard output is handed out as a ``WorkerLine``. ``niceness`` (0 to 19) says how far the worker and what it starts
-    give way to others where cores are short. ``gpu`` is the only GPU that the worker sees, numbered among those that
-    its starter sees; None: all of these. ``host`` is the only host on which it may run; empty: the scheduler chooses.
-    """
+    """A worker process to start: ``python -m module *argv``."""
 
     name: str
+    """Unique name, such as ``model_worker/0``."""
     module: str
+    """Module that is run."""
     argv: tuple[str, ...]
+    """Command-line arguments."""
     log: Path
+    """File that standard error is appended to, and standard output unless ``events`` is set."""
     events: bool = False
+    """Whether each line of standard output is reported as a ``WorkerLine``."""
     niceness: int = 0
+    """Niceness of the worker and its children, from 0 to 19."""
     gpu: int | None = None
+    """The only GPU that the worker sees, numbered among those visible to its starter; None for all."""
     host: str = ""
+    """The only host on which the worker may run; "" lets the scheduler choose."""
 
 
 @dataclass(frozen=True)
 class WorkerLine:
-    """Carries one line of the standard output of a worker started with ``events``."""
+    """A line of the standard output of a worker started with ``events``."""
 
     name: str
+    """Name of the worker."""
     text: str
+    """The line without its line break."""
 
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """Reports the end of a worker. ``exit_code`` is negative for a signal, as in ``subprocess``. What the worker wrote
-    begins at byte ``log_from`` of ``log``, after what earlier workers of the same name wrote. ``cause`` is what the
-    scheduler knows of it beside that, e.g. that its host was lost. ``words`` is why the worker failed as
-    it says itself, if it could leave that beside its log, which may be on a full disk."""
+    """The exit of a worker."""
 
     name: str
+    """Name of the worker."""
     exit_code: int
+    """Exit code; the negative signal number for a signal, as in ``subprocess``."""
     log: Path
+    """Log file of the worker."""
     log_from: int = 0
+    """Offset in bytes at which the output of this worker begins in ``log``, after earlier ones of the same name."""
     cause: str = ""
+    """Cause known to the scheduler, such as the loss of the host."""
     words: str = ""
+    """Cause that the worker itself left in memory (``leave_last_words``), since its log may be on a full disk."""
 
     @property
     def reason(self) -> str:
-        """Say why the worker ended: 'exit code 3', 'killed by SIGKILL', or the cause."""
+        """The cause of the exit in words: 'exit code 3', 'killed by SIGKILL', or ``cause``."""
         if self.cause:
             return self.cause
         if self.exit_code >= 0:
@@ -66,83 +73,93 @@ class WorkerExit:
 
 @dataclass(frozen=True)
 class Notice:
-    """Says something that a person should know."""
+    """A message for the user."""
 
     text: str
+    """The message."""
 
 
 @dataclass(frozen=True)
 class WorkersWanted:
-    """Says that a host has room for ``count`` more workers of a kind, in a run that can use them."""
+    """A request for more workers: a host with spare capacity has joined an asynchronous run."""
 
     host: str
+    """Name of the host."""
     kind: str
+    """Kind of the workers, such as ``generation``."""
     count: int
+    """Number of additional workers."""
 
 
 @dataclass(frozen=True)
 class WorkerStarts:
-    """Says that a worker whose start was put off is being started now."""
+    """The actual start of a worker whose start was deferred."""
 
     name: str
+    """Name of the worker."""
 
 
 @dataclass(frozen=True)
 class BeginAgain:
-    """Says why the run is to begin again from its last checkpoint, with other keys."""
+    """A request to restart the run from its last checkpoint, with new keys."""
 
     why: str
+    """Reason for the restart."""
 
 
 WorkerEvent = WorkerLine | WorkerExit | Notice | WorkersWanted | WorkerStarts | BeginAgain
 
 
 class Scheduler(Protocol):
-    """Starts, watches and stops workers. One thread owns it, the one that starts the workers: they end with that
-    thread."""
+    """A scheduler of worker processes. It belongs to the thread that starts the workers, which end with it."""
 
     def start(self, spec: WorkerSpec) -> None:
-        """Start a worker. Raises OSError if the process cannot be made, ValueError on a name in use or a GPU
-        that is not there. The name of a worker that has ended is free again; processes that it left behind are killed
-        first."""
+        """Start a worker.
+
+        The name of an ended worker can be used again; processes that it left behind are killed first.
+        Raises OSError if the process cannot be created, and ValueError for a name in use or a GPU that
+        does not exist."""
         ...
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
-        """Return what happened, in order: at the first event, or an empty list after ``timeout_s`` seconds. Lines of a
-        worker come before its exit; every exit is reported once."""
+        """Wait for events and return them in order, or an empty list after ``timeout_s`` seconds.
+
+        Lines of a worker come before its exit, and each exit is reported once."""
         ...
 
     def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
-        """Kill a worker with all that it has started (SIGKILL, which also ends one that is stopped); its exit then has
-        this ``cause``. With ``pid`` and ``started`` (see ``WorkerInfo``) only if it is this process: another that has
-        the name by now is left alone, as is a name that nobody has."""
+        """Kill a worker and all of its descendants with SIGKILL, and report ``cause`` with its exit.
+
+        With ``pid`` and ``started`` (see ``WorkerInfo``) only if they identify the current process of that
+        name. Unknown names are ignored."""
         ...
 
     def interrupt(self, name: str) -> None:
-        """Send SIGINT to a worker of this machine, which saves what it can and ends by itself. The launcher sends it to
-        the master. A name that no worker here has is left alone."""
+        """Send SIGINT to a worker on this machine, which then saves its progress and exits. Unknown names are
+        ignored. The launcher sends it to the master."""
         ...
 
     def stop(self, grace_s: float = 8.0) -> None:
-        """Ask every worker to end (SIGTERM), and kill those still running after ``grace_s`` seconds, with all their
-        descendants. Nothing runs afterwards. A second call does no harm."""
+        """Send SIGTERM to all workers, and kill those still running after ``grace_s`` seconds, with all
+        their descendants. No process is left afterwards. Further calls have no effect."""
         ...
 
 
 @dataclass(frozen=True)
 class SchedulerDefinition:
-    """Is what the name of a scheduler stands for. ``options`` is a dataclass with the scheduler's own options, all with
-    defaults, which stand under ``scheduler:``; ``make`` returns a scheduler for an instance of it. It is called in the
-    launcher, once for every job and once for the workers, on the thread that then owns the scheduler. With
-    ``several_hosts`` workers may run on other hosts, so that the run has to listen on a network (``network.bind``).
-    ``problems`` says what is wrong with the options for a run whose workers have these names, as ``OPTION: TEXT``.
-    ``elsewhere`` says of a worker, by the options and its name, whether it runs on another host, which deals out its
-    GPUs. ``script`` returns a batch script that launches a run with the options and these arguments, and finds the
-    addresses itself; ``mode=check`` prints it."""
+    """An entry of the registry of schedulers."""
 
     options: type[Any]
+    """Dataclass of the scheduler's options, all with defaults, the section ``scheduler``."""
     make: Callable[[Any], Scheduler]
+    """Return a scheduler for an instance of ``options``. The launcher calls it once per job and once for
+    the workers, on the thread that then owns the scheduler."""
     several_hosts: bool = False
+    """Whether workers may run on other hosts, so that the run needs ``network.bind``."""
     problems: Callable[[Any, Sequence[str]], Iterable[str]] | None = None
+    """Return what is wrong with the options, as ``OPTION: TEXT``, for a run with workers of these names."""
     elsewhere: Callable[[Any, str], bool] | None = None
+    """Return whether a worker, by the options and its name, runs on another host, which then assigns its GPUs."""
     script: Callable[[Any, Sequence[str]], str] | None = None
+    """Return a batch script that launches a run with the options and these arguments, and determines the
+    addresses itself. ``mode=check`` prints it."""

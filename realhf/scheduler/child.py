@@ -1,9 +1,9 @@
-"""Runs first in a local worker: ties its life to the parent's, then becomes the module it was started for.
+"""Entry point of a local worker process: ties its life to the parent's, then runs the worker's module.
 
     python -m realhf.scheduler.child PARENT_PID NICENESS MODULE ARGUMENT...
 
-When the module has ended the process does so at once: taking down an interpreter that has imported torch costs more
-than a second of CPU, for nothing.
+The process exits with ``os._exit`` after the module: the orderly shutdown of an interpreter that has
+imported torch would cost more than a second of CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from realhf.scheduler.process import LAST_WORDS, die_with_parent, keep_last_word
 
 
 def leave(code: object) -> None:
-    """End the process with the exit code of ``sys.exit(code)``, without taking down the interpreter."""
+    """End the process with the exit code of ``sys.exit(code)``, without finalizing the interpreter."""
     atexit._run_exitfuncs()
     if code is not None and not isinstance(code, int):
         leave_last_words(str(code))
-    with contextlib.suppress(OSError):  # the disk of the log may be full
+    with contextlib.suppress(OSError):  # The log's disk may be full.
         if code is not None and not isinstance(code, int):
             print(code, file=sys.stderr)
         sys.stderr.flush()
@@ -33,7 +33,9 @@ def leave(code: object) -> None:
 
 
 if __name__ == "__main__":
-    parent_pid, niceness, module = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    parent_pid = int(sys.argv[1])
+    niceness = int(sys.argv[2])
+    module = sys.argv[3]
     die_with_parent(parent_pid)
     if words := os.environ.pop(LAST_WORDS, ""):
         keep_last_words(int(words))

@@ -1,7 +1,7 @@
-"""Says which GPUs a process sees, and hands single ones of them to workers.
+"""Visible GPUs of a process, and their assignment to workers.
 
-GPUs are numbered from 0 among those that the process itself sees: where ``CUDA_VISIBLE_DEVICES`` names some, as batch
-systems and containers do, number 0 is the first of that list.
+GPUs are numbered from 0 among those that the process sees: if ``CUDA_VISIBLE_DEVICES`` is set, as batch
+systems and containers do, number 0 is the first entry of that list.
 """
 
 from __future__ import annotations
@@ -11,46 +11,49 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-"""The driver has an entry here for each GPU of the machine."""
+"""Folder in which the driver lists the GPUs of the machine."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Environment variable that restricts the GPUs that a process sees."""
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None, driver: Path = DRIVER) -> tuple[str, ...]:
-    """Return what CUDA calls the GPUs that a process with this environment (None: this process) sees, in its order:
-    numbers of the driver, or UUIDs. As in CUDA, a list of them ends at the first number that does not exist, and one
-    that names a GPU twice shows none."""
-    listed = _listed(os.environ if environment is None else environment)
-    there = len([*driver.glob("*")]) if driver.is_dir() else 0
+    """Return the GPUs that a process sees, in CUDA's order, as driver numbers or UUIDs.
+
+    ``environment`` is the environment of the process, None for this one. As in CUDA, the list ends at the
+    first entry that does not exist, and a list that names a GPU twice shows none."""
+    listed = _parse_visible(os.environ if environment is None else environment)
+    gpu_count = len([*driver.glob("*")]) if driver.is_dir() else 0
     if listed is None:
-        return tuple(str(number) for number in range(there))
-    seen: list[str] = []
-    for name in listed if there else ():
-        if not name.startswith(("GPU-", "MIG-")) and not (name.isdecimal() and int(name) < there):
+        return tuple(str(number) for number in range(gpu_count))
+    visible: list[str] = []
+    for name in listed if gpu_count else ():
+        if not name.startswith(("GPU-", "MIG-")) and not (name.isdecimal() and int(name) < gpu_count):
             break
-        seen.append(name)
-    return tuple(seen) if len(set(seen)) == len(seen) else ()
+        visible.append(name)
+    return tuple(visible) if len(set(visible)) == len(visible) else ()
 
 
 def gpus_anywhere(machine: str, environment: Mapping[str, str] | None = None, driver: Path = DRIVER) -> tuple[str, ...]:
-    """Return for each of ``visible_gpus`` a name that no other GPU of any machine has: ``machine`` and the address of
-    the GPU on its bus. Two processes of one machine, whatever they see of it, give one GPU the same name; so it is also
-    for numbers where all GPUs are of one model, since the driver does not say in which order CUDA counts others. A UUID
-    that the driver does not list (a part of a GPU, for instance) is the name itself."""
+    """Return a globally unique name for each of ``visible_gpus``: ``machine`` and the GPU's bus address.
+
+    All processes of a machine give a GPU the same name, whichever GPUs they see. For numbered GPUs this
+    requires that all are of one model, because the driver does not list others in CUDA's order. A UUID
+    that the driver does not list, such as that of a MIG instance, is used as the name itself."""
     listed = sorted(driver.glob("*"))
-    uuids = {entry.name: _uuid(entry) for entry in listed}
+    uuids = {entry.name: _read_uuid(entry) for entry in listed}
 
     def names() -> Iterator[str]:
         for name in visible_gpus(environment, driver):
             if name.isdecimal():
                 yield f"{machine}/{listed[int(name)].name}"
-            else:  # CUDA takes the beginning of a UUID, too
-                found = next((address for address, uuid in uuids.items() if uuid.startswith(name)), "")
-                yield f"{machine}/{found}" if found else name
+            else:  # CUDA also accepts a prefix of a UUID.
+                bus_address = next((address for address, uuid in uuids.items() if uuid.startswith(name)), "")
+                yield f"{machine}/{bus_address}" if bus_address else name
 
     return tuple(names())
 
 
-def _uuid(entry: Path) -> str:
+def _read_uuid(entry: Path) -> str:
     try:
         lines = (entry / "information").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
@@ -59,18 +62,20 @@ def _uuid(entry: Path) -> str:
 
 
 def with_one_gpu(gpu: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment in which a worker sees one GPU only: the one with this number among those of
-    ``environment`` (None: this process). Raises ValueError when it lists fewer."""
-    given = os.environ if environment is None else environment
-    listed = _listed(given)
+    """Return an environment in which a worker sees only the GPU with this number.
+
+    It is numbered among the GPUs of ``environment`` (None for this process's). Raises ValueError if there
+    are fewer."""
+    base = os.environ if environment is None else environment
+    listed = _parse_visible(base)
     if listed is None:
-        return {**given, VISIBLE: str(gpu)}
+        return {**base, VISIBLE: str(gpu)}
     if gpu >= len(listed):
-        raise ValueError(f"GPU {gpu}: {VISIBLE}={given[VISIBLE]!r} shows this process {len(listed)} GPUs only")
-    return {**given, VISIBLE: listed[gpu]}
+        raise ValueError(f"GPU {gpu}: {VISIBLE}={base[VISIBLE]!r} shows this process {len(listed)} GPUs only")
+    return {**base, VISIBLE: listed[gpu]}
 
 
-def _listed(environment: Mapping[str, str]) -> list[str] | None:
-    """Return the entries of the list of GPUs that the environment has; None where all are seen."""
+def _parse_visible(environment: Mapping[str, str]) -> list[str] | None:
+    """Return the entries of ``CUDA_VISIBLE_DEVICES``, or None if it is not set and all GPUs are visible."""
     text = environment.get(VISIBLE)
     return None if text is None else [name.strip() for name in text.split(",")] if text.strip() else []

@@ -1,7 +1,8 @@
-"""Runs workers as processes of this machine, each in a session of its own, started anew or forked from a prepared one.
+"""The local scheduler: workers as processes of this machine, each in its own session.
 
-Importing PyTorch takes a worker two seconds of CPU, and more where others compute. ``PreparedWorkers`` does it once for
-all workers of a host, while the host registers; see ``prepared_server`` for the other side.
+Workers are started as new processes or forked from a prepared one. Importing PyTorch takes each worker two
+seconds of CPU, and more on a busy machine. ``PreparedWorkers`` imports it once for all workers of a host,
+while the host registers; ``prepared_server`` is the other side.
 """
 
 from __future__ import annotations
@@ -29,92 +30,101 @@ from realhf.scheduler.base import SchedulerDefinition, WorkerEvent, WorkerExit, 
 from realhf.scheduler.gpus import VISIBLE, with_one_gpu
 from realhf.scheduler.process import LAST_WORDS, make_last_words, read_last_words
 
-WANT_OF_MEMORY = "killed by the kernel for want of memory"
-"""Begins the cause of such an end."""
-LATELY_S = 5.0
-"""A kill and the end of the process that it hit are seen within this time."""
-LOOK_S = 1.0
+OOM_KILLED = "killed by the kernel for want of memory"
+"""Prefix of ``WorkerExit.cause`` for a worker that the kernel's OOM killer ended."""
+RECENT_KILL_S = 5.0
+"""Maximum time in seconds between a rise of the kernel's counter and the exit of the killed process."""
+POLL_INTERVAL_S = 1.0
+"""Minimum interval in seconds between two reads of the kernel's counter."""
 _KILLS = "oom_kill"
 
 
-class MemoryKills:
-    """Watches the kernel's count of such kills in the control group of this process, which its workers share; in a
-    group without one, that of the whole machine. ``look`` has to be called every few seconds."""
+class OomKillMonitor:
+    """Detects OOM kills through the kernel's counter for the control group that this process shares with its
+    workers, or for the whole machine if the group has none. Call ``poll`` every few seconds."""
 
     def __init__(self, mount: Path = MOUNT, proc: Path = Path("/proc")) -> None:
-        self._mount, self._own = mount, proc / "self" / "cgroup"
+        self._mount = mount
+        self._own_groups = proc / "self" / "cgroup"
         names = ("memory.events", "memory.oom_control")
-        own = (group / name for group in groups("memory", mount, self._own) for name in names)
-        self._counter = next((file for file in own if _KILLS in counters(file)), proc / "vmstat")
-        self._count = self._read()
-        self._rose_at = float("-inf")
-        self._next = 0.0
+        candidates = (group / name for group in groups("memory", mount, self._own_groups) for name in names)
+        self._counter = next((file for file in candidates if _KILLS in counters(file)), proc / "vmstat")
+        self._count = self._read_count()
+        self._last_kill_at = float("-inf")
+        self._next_poll_at = 0.0
 
-    def look(self, *, now: bool = False) -> None:
-        """Note whether there was a kill; once in ``LOOK_S`` unless ``now``."""
-        if now or process_clock.now() >= self._next:
-            self._next = process_clock.now() + LOOK_S
-            count = self._read()
+    def poll(self, *, now: bool = False) -> None:
+        """Read the counter and record the time of a kill; at most every ``POLL_INTERVAL_S`` unless ``now``."""
+        if now or process_clock.now() >= self._next_poll_at:
+            self._next_poll_at = process_clock.now() + POLL_INTERVAL_S
+            count = self._read_count()
             if count > self._count:
-                self._rose_at = process_clock.now()
+                self._last_kill_at = process_clock.now()
             self._count = count
 
-    def cause(self, peak_bytes: int) -> str:
-        """Return the cause of a SIGKILL that nobody here has sent, "" where it is not the kernel's. ``peak_bytes`` is
-        what the process had at most."""
-        self.look(now=True)
-        if process_clock.now() - self._rose_at > LATELY_S:
-            return ""
-        limit = memory_limit(self._mount, self._own)
-        whole = psutil.virtual_memory().total
-        whose = "its group may take" if limit is not None and limit < whole else "this machine has"
-        most = min(whole, limit or whole)
-        return f"{WANT_OF_MEMORY}: it had {peak_bytes / 2**30:.1f} GiB at its peak, and {whose} {most / 2**30:.1f}"
+    def explain_sigkill(self, peak_bytes: int) -> str:
+        """Return the cause of a SIGKILL that this process did not send if it was an OOM kill, else "".
 
-    def _read(self) -> int:
+        ``peak_bytes`` is the peak memory of the killed process."""
+        self.poll(now=True)
+        if process_clock.now() - self._last_kill_at > RECENT_KILL_S:
+            return ""
+        limit = memory_limit(self._mount, self._own_groups)
+        total = psutil.virtual_memory().total
+        whose = "its group may take" if limit is not None and limit < total else "this machine has"
+        available = min(total, limit or total)
+        return f"{OOM_KILLED}: it had {peak_bytes / 2**30:.1f} GiB at its peak, and {whose} {available / 2**30:.1f}"
+
+    def _read_count(self) -> int:
         return counters(self._counter).get(_KILLS, 0)
 
 
 PREPARED_WITHIN_S = 120.0
-"""How long workers wait for the imports; then they import for themselves."""
+"""Time in seconds that workers wait for the prepared imports before they import themselves."""
 FORKED_WITHIN_S = 15.0
+"""Timeout in seconds for forking a worker."""
 END_S = 0.1
+"""Time in seconds that the fork server gets to exit."""
 
 
 class ForkedWorker:
-    """Is a worker, seen from its parent, as far as ``subprocess.Popen`` is needed for one."""
+    """A forked worker process, with the part of the interface of ``subprocess.Popen`` that is used here."""
 
     def __init__(self, pid: int, pidfd: int, stdout: IO[bytes] | None) -> None:
-        self.pid, self.stdout = pid, stdout
+        self.pid = pid
+        self.stdout = stdout
         self.returncode: int | None = None
         self.peak_bytes = 0
+        """Peak resident memory in bytes, known after the exit."""
         self._pidfd = pidfd
 
     def poll(self) -> int | None:
-        """Return the exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
         if self.returncode is None:
             try:
                 pid, status, usage = os.wait4(self.pid, os.WNOHANG)
                 self.peak_bytes = usage.ru_maxrss * 1024
             except ChildProcessError:
-                pid, status = self.pid, 1 << 8  # somebody else has collected it
+                # Another part of the program has reaped it: report exit code 1.
+                pid = self.pid
+                status = 1 << 8
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
                 os.close(self._pidfd)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code when the worker has ended. Raises subprocess.TimeoutExpired."""
+        """Wait for the exit and return the exit code. Raises subprocess.TimeoutExpired after ``timeout`` seconds."""
         if self.poll() is None:
-            watch = select.poll()
-            watch.register(self._pidfd, select.POLLIN)
-            watch.poll(None if timeout is None else timeout * 1000)
+            poller = select.poll()
+            poller.register(self._pidfd, select.POLLIN)
+            poller.poll(None if timeout is None else timeout * 1000)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal; one that has ended is left alone."""
+        """Send a signal, unless the process has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
@@ -125,35 +135,37 @@ class ForkedWorker:
 
 
 class PreparedWorkers:
-    """Keeps one process that imports ``modules``, by name, between ``begin`` and ``end``. This process has to adopt
-    orphans (``orphans_adopted``), and one thread uses this."""
+    """A process with ``modules`` imported, from which workers are forked, between ``begin`` and ``end``.
+
+    The calling process must adopt orphans (``adopt_orphans``). Not thread-safe."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = tuple(modules)
         self._server: ForkServer | None = None
         self._ready = False
-        self._until = 0.0
+        self._give_up_at = 0.0
 
     def begin(self) -> None:
-        """Start the process; one that runs is kept."""
+        """Start the process unless it is running."""
         if self._server is not None and self._server.alive():
             return
         self.end()
         arguments = [str(os.getpid()), *self._modules]
         self._server = ForkServer("realhf.scheduler.prepared_server", None, None, arguments, options=())
         self._server.start()
-        self._until = process_clock.now() + PREPARED_WITHIN_S
+        self._give_up_at = process_clock.now() + PREPARED_WITHIN_S
 
-    def importing(self) -> bool:
-        """Return whether workers should be started a little later. Does not wait; gives up after
-        ``PREPARED_WITHIN_S``."""
+    def is_importing(self) -> bool:
+        """Return whether the imports are still running, so that workers should be started later.
+
+        Does not block. After ``PREPARED_WITHIN_S`` the process is ended and workers are started without it."""
         if self._server is None or self._ready:
             return False
         try:
             self._server.wait_ready(0.0)
             self._ready = True
         except TimeoutError:
-            if process_clock.now() <= self._until:
+            if process_clock.now() <= self._give_up_at:
                 return True
             self.end()
         except (OSError, RuntimeError, ValueError):
@@ -171,10 +183,11 @@ class PreparedWorkers:
         environment: Mapping[str, str],
         lines: bool,
     ) -> ForkedWorker | None:
-        """Start ``python -m module *argv`` with these changes of its environment; its standard error, and its output
-        too unless ``lines`` is set, go to the descriptor ``log``, and its last words to ``words``. None when
-        there is no prepared process, and it has to be started otherwise."""
-        if self.importing() or self._server is None or not self._server.alive():
+        """Fork a process that runs ``python -m module *argv``, or return None without a prepared process.
+
+        ``environment`` holds changed environment variables. Standard error, and unless ``lines`` is set
+        standard output, go to the descriptor ``log``, and the last words to ``words``."""
+        if self.is_importing() or self._server is None or not self._server.alive():
             return None
         request = {"module": module, "argv": [*argv], "niceness": niceness, "environment": dict(environment)}
         read, write = os.pipe() if lines else (-1, log)
@@ -184,7 +197,8 @@ class PreparedWorkers:
                 os.close(forked.pidfd)
                 raise ProcessLookupError(f"{module} has ended already")
         except (OSError, RuntimeError, ValueError):
-            self.end()  # a worker that comes late has no one who lets it begin
+            # A worker that is forked after the timeout is never released by the server, and ends with it.
+            self.end()
             if lines:
                 os.close(read)
             return None
@@ -194,28 +208,36 @@ class PreparedWorkers:
         return ForkedWorker(forked.pid, forked.pidfd, os.fdopen(read, "rb", buffering=0) if lines else None)
 
     def end(self) -> None:
-        """End the process; workers go on."""
+        """End the process. Forked workers continue."""
         if self._server is not None:
             self._server.stop(END_S)
-        self._server, self._ready = None, False
+        self._server = None
+        self._ready = False
 
 
 _KILL_DEADLINE_S = 5.0
-"""How long killed processes may take to disappear."""
+"""Time in seconds to wait for killed processes to disappear."""
 
 
 @dataclass
 class _Child:
+    """A worker process of the local scheduler."""
+
     spec: WorkerSpec
     process: subprocess.Popen[bytes] | ForkedWorker
     pidfd: int
+    """Descriptor that becomes readable at the exit; -1 once it is closed."""
     log: IO[bytes]
     log_from: int
+    """Offset in bytes at which this worker's output begins in ``log``."""
     words: int
-    """The descriptor of its last words, see ``make_last_words``; -1 once it is closed."""
+    """Descriptor of the last words, see ``make_last_words``; -1 once it is closed."""
     partial: bytes = b""
+    """Output after the last complete line."""
     cause: str = ""
+    """Cause given to ``kill``."""
     relatives: set[psutil.Process] = field(default_factory=set)
+    """Descendants seen when the worker was asked to end."""
 
     @property
     def lines(self) -> int | None:
@@ -224,37 +246,37 @@ class _Child:
 
 
 class LocalScheduler:
-    """Implements ``Scheduler`` with subprocesses. The exit of a worker is noticed through its pidfd, at once and
-    without polling.
+    """``Scheduler`` for subprocesses of this machine. Exits are detected through pidfds, without polling.
 
-    With ``orphans_are_ours`` this process adopts the orphans of its workers (see ``orphans_adopted``), so that every
-    child left at the end is killed, but for those that it had when the scheduler was made, those of ``beside``, and
-    what they have started. Use it only in a process that starts nothing else meanwhile. With ``prepared`` workers are
-    forked from its process where there is one.
+    With ``orphans_are_ours`` this process adopts the orphans of its workers (see ``adopt_orphans``). All
+    children that remain at the end are then killed, except those from before the scheduler's creation,
+    those created in ``preserve_children``, and their descendants. Use it only in a process that starts
+    nothing else in the meantime. With ``prepared`` workers are forked if its process is available.
     """
 
     def __init__(self, *, orphans_are_ours: bool = False, prepared: PreparedWorkers | None = None) -> None:
         self._prepared = prepared
-        self._memory_kills = MemoryKills()
+        self._oom_monitor = OomKillMonitor()
         self._children: dict[str, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._orphans_are_ours = orphans_are_ours
-        self._strangers = set(psutil.Process().children()) if orphans_are_ours else set()
+        self._preserved = set(psutil.Process().children()) if orphans_are_ours else set()
+        """Children of this process that are not workers and must not be killed."""
 
     def start(self, spec: WorkerSpec) -> None:
         """See ``Scheduler``."""
-        before = self._children.get(spec.name)
-        if before is not None:
-            if before.process.poll() is None:
+        previous = self._children.get(spec.name)
+        if previous is not None:
+            if previous.process.poll() is None:
                 raise ValueError(f"worker {spec.name} was started already")
-            self._kill_orphans(before)
+            self._kill_orphans(previous)
         environment = None if spec.gpu is None else with_one_gpu(spec.gpu)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         log = spec.log.open("ab")
         log_from = log.tell()
         words = make_last_words()
         try:
-            process = self._forked(spec, log, words, environment) or _started(spec, log, words, environment)
+            process = self._fork(spec, log, words, environment) or _spawn(spec, log, words, environment)
         except BaseException:
             os.close(words)
             log.close()
@@ -266,7 +288,7 @@ class LocalScheduler:
             os.set_blocking(child.lines, False)
             self._selector.register(child.lines, selectors.EVENT_READ, child)
 
-    def _forked(
+    def _fork(
         self, spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, str] | None
     ) -> ForkedWorker | None:
         if self._prepared is None:
@@ -278,7 +300,7 @@ class LocalScheduler:
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """See ``Scheduler``."""
-        self._memory_kills.look()
+        self._oom_monitor.poll()
         if not self._selector.get_map():
             time.sleep(timeout_s)
             return []
@@ -306,32 +328,31 @@ class LocalScheduler:
                 child.process.send_signal(signal.SIGTERM)
         deadline = process_clock.now() + grace_s
         for child in alive:
-            _has_ended(child, deadline - process_clock.now())
+            _wait_for_exit(child, deadline - process_clock.now())
         self._kill_leftovers()
         for child in self._children.values():
-            self._forget(child)
+            self._close(child)
         self._children.clear()
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """Leave alone, as if they had been there when the scheduler was made, the children that this process gets
-        within the block."""
+    def preserve_children(self) -> Iterator[None]:
+        """Exempt the children that this process gets within the block from being killed at the end."""
         before = set(psutil.Process().children())
         try:
             yield
         finally:
-            self._strangers |= set(psutil.Process().children()) - before
+            self._preserved |= set(psutil.Process().children()) - before
 
     def watch(self, descriptor: int) -> None:
-        """Let ``wait`` return, perhaps without events, when this descriptor becomes readable."""
+        """Let ``wait`` return, possibly without events, when this descriptor becomes readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, None)
 
     def unwatch(self, descriptor: int) -> None:
-        """Watch a descriptor no longer."""
+        """Stop watching a descriptor."""
         self._selector.unregister(descriptor)
 
     def end(self, name: str) -> None:
-        """Ask one worker to end (SIGTERM). One that does not run is left alone; its end is reported as ever."""
+        """Send SIGTERM to a worker if it is running. Its exit is reported by ``wait`` as usual."""
         child = self._children.get(name)
         if child is not None and child.process.poll() is None:
             child.relatives |= _descendants(child.process.pid)
@@ -356,12 +377,12 @@ class LocalScheduler:
         _kill(doomed)
 
     def _kill_orphans(self, child: _Child) -> None:
-        """Kill what a worker that has ended left behind, e.g. servers it had started."""
-        mine = {other.process.pid for other in self._children.values()}
+        """Kill the processes that an ended worker left behind, such as servers that it had started."""
+        workers = {other.process.pid for other in self._children.values()}
         doomed = {process for process in psutil.process_iter() if _session(process.pid) == child.process.pid}
         if self._orphans_are_ours:
-            adopted = set(psutil.Process().children()) - self._strangers
-            doomed |= {process for process in adopted if process.pid not in mine}
+            adopted = set(psutil.Process().children()) - self._preserved
+            doomed |= {process for process in adopted if process.pid not in workers}
         doomed |= {relative for process in doomed for relative in _descendants(process.pid)}
         _kill(doomed)
         psutil.wait_procs(doomed, timeout=_KILL_DEADLINE_S)
@@ -374,11 +395,11 @@ class LocalScheduler:
             if child.process.poll() is None:
                 doomed |= _descendants(child.process.pid)
         if self._orphans_are_ours:
-            theirs = {relative for process in self._strangers for relative in _descendants(process.pid)}
-            doomed |= _descendants(os.getpid()) - self._strangers - theirs
+            preserved = {relative for process in self._preserved for relative in _descendants(process.pid)}
+            doomed |= _descendants(os.getpid()) - self._preserved - preserved
         _kill(doomed)
         for child in self._children.values():
-            _has_ended(child, _KILL_DEADLINE_S)
+            _wait_for_exit(child, _KILL_DEADLINE_S)
         psutil.wait_procs(doomed, timeout=_KILL_DEADLINE_S)
 
     def _read_lines(self, child: _Child) -> list[WorkerEvent]:
@@ -401,14 +422,14 @@ class LocalScheduler:
         peak_bytes = _peak_bytes(child.process)
         exit_code = child.process.wait(_KILL_DEADLINE_S)
         words = read_last_words(child.words)
-        self._forget(child)
+        self._close(child)
         cause = ""
         if exit_code == -signal.SIGKILL:
-            cause = child.cause or self._memory_kills.cause(peak_bytes)
+            cause = child.cause or self._oom_monitor.explain_sigkill(peak_bytes)
         return WorkerExit(child.spec.name, exit_code, child.spec.log, child.log_from, cause, words)
 
-    def _forget(self, child: _Child) -> None:
-        """Close the descriptors and the log of a child that has ended."""
+    def _close(self, child: _Child) -> None:
+        """Close the descriptors and the log of an ended child."""
         watched = self._selector.get_map()
         for descriptor in (child.pidfd, child.lines):
             if descriptor is not None and descriptor >= 0 and descriptor in watched:
@@ -425,9 +446,8 @@ class LocalScheduler:
             child.process.stdout = None
 
 
-def _started(
-    spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, str] | None
-) -> subprocess.Popen[bytes]:
+def _spawn(spec: WorkerSpec, log: IO[bytes], words: int, environment: dict[str, str] | None) -> subprocess.Popen[bytes]:
+    """Start a worker as a new process in its own session."""
     start = [str(os.getpid()), str(spec.niceness), spec.module, *spec.argv]
     return subprocess.Popen(
         [sys.executable, "-m", "realhf.scheduler.child", *start],
@@ -441,7 +461,7 @@ def _started(
 
 
 def _peak_bytes(process: subprocess.Popen[bytes] | ForkedWorker) -> int:
-    """Collect a process that has ended, and return the most memory that it had; 0 where somebody has collected it."""
+    """Reap an ended process and return its peak memory in bytes, or 0 if it was reaped elsewhere."""
     if isinstance(process, ForkedWorker):
         process.poll()
         return process.peak_bytes
@@ -463,17 +483,17 @@ def _descendants(pid: int) -> set[psutil.Process]:
         return set()
 
 
-def _has_ended(child: _Child, within_s: float) -> bool:
-    """Return whether a worker has ended, or does within so many seconds."""
+def _wait_for_exit(child: _Child, within_s: float) -> bool:
+    """Wait up to ``within_s`` seconds for a worker's exit, and return whether it has ended."""
 
-    def ends(left_s: float) -> bool:
+    def wait(left_s: float) -> bool:
         try:
             child.process.wait(left_s)
         except subprocess.TimeoutExpired:
             return False
         return True
 
-    return process_clock.wait(ends, within_s)
+    return process_clock.wait(wait, within_s)
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:
@@ -491,7 +511,7 @@ def _session(pid: int) -> int:
 
 @dataclass
 class LocalOptions:
-    """The scheduler of this machine has no options."""
+    """Options of the local scheduler: none."""
 
 
 DEFINITION = SchedulerDefinition(LocalOptions, lambda options: LocalScheduler(orphans_are_ours=True))

@@ -1,8 +1,9 @@
-"""Imports what workers need, then forks one for each request: ``python -m realhf.scheduler.prepared_server FD OWNER_PID
-MODULE...``.
+"""Fork server of ``PreparedWorkers``: imports the workers' modules once, then forks a worker per request.
 
-It is the zygote of ``PreparedWorkers``. Its owner adopts orphans and is the parent of the workers, which are then what
-``realhf.scheduler.child`` makes of a process.
+    python -m realhf.scheduler.prepared_server FD OWNER_PID MODULE...
+
+Its owner adopts orphans, so it becomes the parent of the forked workers. They behave like processes started
+through ``realhf.scheduler.child``.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _log = logging.getLogger(__name__)
 
 
 def prepare(modules: Sequence[str]) -> None:
-    """Import modules, as far as that is possible; a worker that needs one of the others says why it is not. Programs
-    are forgotten again: a worker runs them anew."""
+    """Import modules. A module that cannot be imported is skipped; the worker that needs it reports the error.
+
+    Main modules of workers are removed from ``sys.modules`` again, since each worker runs its own."""
     for name in modules:
         try:
             importlib.import_module(name)
@@ -39,12 +41,14 @@ def prepare(modules: Sequence[str]) -> None:
             _log.info("%s is not prepared: %s", name, error)
         if name.startswith("workers."):
             sys.modules.pop(name, None)
-    gc.freeze()  # what is there now is not walked by collectors of workers, and stays shared
+    # Exclude the imported objects from garbage collection in the workers, so that their pages stay shared.
+    gc.freeze()
 
 
 def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
-    """Be a worker, in the forked process; the descriptors are those of its standard output, its log and its last
-    words. Does not return."""
+    """Run a worker in the forked process; does not return.
+
+    ``descriptors`` are those of its standard output, its log and its last words."""
     code: object = 1
     try:
         keep_last_words(descriptors.pop())
@@ -56,7 +60,7 @@ def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
         step_back(int(request["niceness"]))
         os.environ.update(request["environment"])
         sys.argv = [request["module"], *request["argv"]]
-        # Handlers of the server's own log would write twice.
+        # Without this, records would be written by the server's handlers as well.
         logging.getLogger().handlers.clear()
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
         code = 0
@@ -70,7 +74,7 @@ def work(owner: int, request: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def main() -> None:
-    """Serve the owner named on the command line."""
+    """Serve the owner process given on the command line until it closes the connection."""
     owner = int(sys.argv[2])
     die_with_parent(owner)
     collect_rarely()

@@ -1,5 +1,4 @@
-"""Ends a worker process with its parent, adopts orphans, and reports how a worker failed, in its log and in one
-line."""
+"""Life cycle of worker processes: exit with the parent, adoption of orphans, and one-line failure reports."""
 
 from __future__ import annotations
 
@@ -21,17 +20,20 @@ _PR_GET_CHILD_SUBREAPER = 37
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel send SIGTERM to this process when the thread that started it ends. Exits at once if the parent is
-    gone already. Has no effect outside Linux."""
+    """Let the kernel send SIGTERM to this process when the thread that started it ends.
+
+    Raises SystemExit if the parent has ended already. On other systems than Linux only that is checked."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
         raise SystemExit("the process that started this worker is gone")
 
 
 @contextlib.contextmanager
-def orphans_adopted() -> Iterator[None]:
-    """Make this process the parent of descendants whose own parent ends, so that none of them escapes. Afterwards the
-    process is what it was before: a program that trains with the launcher inside it must not collect zombies.
+def adopt_orphans() -> Iterator[None]:
+    """Make this process the parent of orphaned descendants within the block, so that none of them escapes.
+
+    The previous setting is restored afterwards, since a program that embeds the launcher might not reap
+    orphans.
     """
     before = ctypes.c_int(0)
     _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
@@ -51,29 +53,32 @@ def _prctl(option: int, value: object) -> None:
 
 
 FATAL = "FATAL: "
-"""Begins the line of a log that states why the worker failed."""
+"""Prefix of the log line that states why a worker failed."""
 STOP_WITHIN_S = 5
-"""How long a process may unwind after a SIGTERM, in seconds; then the kernel ends it, since no other process may be
-left to do so."""
+"""Time in seconds for clean-up after SIGTERM. Then the kernel ends the process with SIGALRM, because no
+other process may be left to do so."""
 
 
 class WorkerStopped(SystemExit):
-    """Is raised when SIGTERM arrives, so that the process leaves through every ``finally``."""
+    """Raised by SIGTERM, so that the process runs every ``finally`` block."""
 
 
 LAST_WORDS = "REALHF_LAST_WORDS"
-"""The environment variable that names the descriptor of ``make_last_words`` to a process that is started."""
+"""Environment variable with the descriptor of ``make_last_words`` for a started process."""
 LAST_WORDS_BYTES = 4096
+"""Maximum length of the last words in bytes."""
 _last_words = -1
+"""Descriptor of this process's last words; -1 without one."""
 
 
 def make_last_words() -> int:
-    """Return the descriptor of a file in memory, of ``LAST_WORDS_BYTES`` bytes, in which a worker leaves why it fails:
-    the disk of its log may be full. Raises OSError."""
+    """Return the descriptor of a new memory file of ``LAST_WORDS_BYTES`` bytes for a worker's failure message.
+
+    It complements the log, whose disk may be full. Raises OSError."""
     words = os.memfd_create("last-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.truncate(words, LAST_WORDS_BYTES)
-        # A worker must not be able to use it for more.
+        # Fix the size, so that a worker cannot allocate memory through it.
         fcntl.fcntl(words, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(words)
@@ -82,27 +87,29 @@ def make_last_words() -> int:
 
 
 def keep_last_words(descriptor: int) -> None:
-    """Let ``leave_last_words`` of this process write to a descriptor, which no process that it starts inherits."""
+    """Set the descriptor that ``leave_last_words`` writes to. Child processes do not inherit it."""
     global _last_words
     os.set_inheritable(descriptor, False)
     _last_words = descriptor
 
 
 def leave_last_words(text: str) -> None:
-    """Leave why this process fails to the one that has started it, if that one listens. Never raises OSError."""
+    """Write the cause of this process's failure for its parent, if that provided a descriptor. Never raises OSError."""
     if _last_words >= 0:
         with contextlib.suppress(OSError):
             os.pwrite(_last_words, text.encode("utf-8", "replace")[:LAST_WORDS_BYTES], 0)
 
 
 def read_last_words(descriptor: int) -> str:
-    """Return what a worker has left in its ``make_last_words``; "" for nothing."""
+    """Return the text that a worker wrote to the descriptor of ``make_last_words``, or ""."""
     return os.pread(descriptor, LAST_WORDS_BYTES, 0).rstrip(b"\0").decode("utf-8", "replace")
 
 
 def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
-    """Run a worker's main function and return the exit code of the process. SIGTERM unwinds it (exit code 143), for at
-    most ``STOP_WITHIN_S`` seconds. ``folder`` is where it writes."""
+    """Run a worker's main function and return the exit code of the process.
+
+    SIGTERM raises WorkerStopped in it (exit code 143) and leaves ``STOP_WITHIN_S`` seconds for clean-up.
+    ``folder`` is where it writes files, for messages about a full disk."""
     signal.signal(signal.SIGTERM, _stop)
     try:
         work()
@@ -110,7 +117,7 @@ def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
         return int(stop.code or 0)
     except Exception as error:
         leave_last_words(describe(error, folder))
-        with contextlib.suppress(OSError):  # the log may be on the disk that is full
+        with contextlib.suppress(OSError):  # The log may be on the full disk.
             traceback.print_exc()
             print(FATAL + describe(error, folder), file=sys.stderr, flush=True)
         return 1
@@ -118,8 +125,9 @@ def run_guarded(work: Callable[[], None], folder: Path | None = None) -> int:
 
 
 def describe(error: BaseException, folder: Path | None = None) -> str:
-    """Return the cause of an error in one line, without a traceback. ``folder``: where the process writes, for an error
-    that names no file."""
+    """Return an error as one line without a traceback.
+
+    ``folder`` is where the process writes files, for a full disk in an error that names no file."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = "no space left on the device" if error.errno == errno.ENOSPC else "no quota left on the disk"
         return f"{what} of {error.filename or folder or 'fileroot'}; free some, then run again"
@@ -134,8 +142,10 @@ def describe(error: BaseException, folder: Path | None = None) -> str:
 
 
 def failure_cause(log: Path, since: int = 0, words: str = "") -> str | None:
-    """Return why a worker failed: the line that ``run_guarded`` left in its log from byte ``since`` on, or else its
-    last ``words``, or else the last line there; None without any."""
+    """Return why a worker failed, or None if nothing is known.
+
+    In order of preference: the line that ``run_guarded`` wrote to the log from byte ``since`` on, the
+    worker's last ``words``, and the last line of the log."""
     lines = [line for line in log_tail(log, 400, since) if line.strip()]
     marked = [line.removeprefix(FATAL) for line in lines if line.startswith(FATAL)]
     if marked:
@@ -144,29 +154,30 @@ def failure_cause(log: Path, since: int = 0, words: str = "") -> str | None:
 
 
 def fatal_line(tail: bytes) -> str:
-    """Return why a worker failed, out of the end of its log; "" where ``run_guarded`` left no line there."""
+    """Return the cause that ``run_guarded`` wrote to the end of a log, or ""."""
     lines = tail.decode("utf-8", "replace").splitlines()
     return next((line.removeprefix(FATAL) for line in reversed(lines) if line.startswith(FATAL)), "")
 
 
 def log_tail(log: Path, n_lines: int, since: int = 0) -> list[str]:
-    """Return the last ``n_lines`` lines of a log file from byte ``since`` on, out of its last 64 KiB."""
+    """Return at most ``n_lines`` last lines of a log file, from byte ``since`` on and within its last 64 KiB."""
     return log_end(log, since).decode("utf-8", "replace").splitlines()[-n_lines:]
 
 
-def log_end(log: Path, since: int = 0, most: int = 1 << 16) -> bytes:
-    """Return what a log file has from byte ``since`` on, at most its last ``most`` bytes; nothing if there is no
-    file."""
+def log_end(log: Path, since: int = 0, max_bytes: int = 1 << 16) -> bytes:
+    """Return the content of a log file from byte ``since`` on, at most its last ``max_bytes`` bytes; b"" for a
+    file that cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(since, file.tell() - most))
-            return file.read(most)
+            file.seek(max(since, file.tell() - max_bytes))
+            return file.read(max_bytes)
     except OSError:
         return b""
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM: raise WorkerStopped, and let SIGALRM end the process if it does not exit in time."""
     del frame
     signal.alarm(STOP_WITHIN_S)
     raise WorkerStopped(128 + signum)

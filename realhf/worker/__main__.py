@@ -21,7 +21,7 @@ from realhf.cluster.agent import HostAgent, temporary
 from realhf.cluster.cluster_keys import HostKey, HostKeys
 from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.own_host import host_name
-from realhf.scheduler.process import orphans_adopted, run_guarded
+from realhf.scheduler.process import adopt_orphans, run_guarded
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import host_of
 
@@ -95,7 +95,7 @@ def _serve_from(folder: Path, name: str, key: HostKey, given: argparse.Namespace
         linger_s=given.linger_s,
         prepare=not given.no_prepare,
     )
-    with orphans_adopted():
+    with adopt_orphans():
         agent.run()
 
 

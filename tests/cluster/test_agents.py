@@ -69,7 +69,7 @@ class Cluster:
         given += options or ("--host-agent", "--no-prepare")
         command = [*before, sys.executable, "-m", "realhf.worker", *given]
         # An agent is no process of the launcher's, which kills what it finds of its own in the end.
-        with (self.folder / f"{name}.log").open("wb") as log, self.scheduler._local.beside():
+        with (self.folder / f"{name}.log").open("wb") as log, self.scheduler._local.preserve_children():
             self.agents[name] = subprocess.Popen(command, stdout=log, stderr=log)
         return self.agents[name]
 

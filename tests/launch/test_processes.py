@@ -22,9 +22,9 @@ from realhf.launch.processes import (
     MAX_ERRORS,
     MAX_QUICK_DEATHS,
     QUICK_S,
+    ElasticWorkers,
+    KillOrder,
     LaunchError,
-    Reinforcements,
-    Sentence,
     Supervisor,
     WorkerFailed,
     failure_message,
@@ -245,7 +245,7 @@ def end(name, code=-9):
 def supervisor(*names):
     made = Supervisor()
     for name in names:
-        made.started(spec(name))
+        made.on_start(spec(name))
     return made
 
 
@@ -264,7 +264,7 @@ def test_one_that_is_killed_now_and_then_is_started_for_ever(clock):
     for _ in range(50):
         clock.now += QUICK_S
         assert watch.successor(end("generation/0")) is not None
-        watch.started(spec("generation/0"))
+        watch.on_start(spec("generation/0"))
 
 
 def test_one_that_dies_at_once_again_and_again_is_not(clock):
@@ -272,7 +272,7 @@ def test_one_that_dies_at_once_again_and_again_is_not(clock):
     for _ in range(MAX_QUICK_DEATHS):
         clock.now += QUICK_S / 2
         assert watch.successor(end("generation/0")) is not None
-        watch.started(spec("generation/0"))
+        watch.on_start(spec("generation/0"))
     clock.now += QUICK_S / 2
     assert watch.successor(end("generation/0")) is None
     assert watch.successor(end("generation/1")) is not None, "each is counted for itself"
@@ -284,10 +284,10 @@ def test_one_that_fails_by_itself_may_do_so_a_few_times(clock, code):
     for _ in range(MAX_ERRORS):
         clock.now += 2 * QUICK_S
         assert watch.successor(end("rollout_worker/0", code)) is not None
-        watch.started(spec("rollout_worker/0"))
+        watch.on_start(spec("rollout_worker/0"))
     clock.now += 2 * QUICK_S
     assert watch.successor(end("rollout_worker/0")) is not None, "being killed is no error"
-    watch.started(spec("rollout_worker/0"))
+    watch.on_start(spec("rollout_worker/0"))
     clock.now += 2 * QUICK_S
     assert watch.successor(end("rollout_worker/0", code)) is None
 
@@ -296,23 +296,25 @@ def test_one_that_has_said_good_bye_ends_without_an_error(clock):
     watch = supervisor("generation/0")
     for _ in range(2 * MAX_ERRORS):
         clock.now += 2 * QUICK_S
-        watch.told({"kind": "lost", "name": "generation/0", "pid": 1, "started": 1, "reason": "it left", "left": True})
+        watch.on_message(
+            {"kind": "lost", "name": "generation/0", "pid": 1, "started": 1, "reason": "it left", "left": True}
+        )
         assert watch.successor(end("generation/0", 0)) is not None
-        watch.started(spec("generation/0"))
+        watch.on_start(spec("generation/0"))
 
 
 def test_one_that_is_given_up_ends_the_run_only_when_no_other_of_its_kind_is_left(clock):
     watch = supervisor("generation/0", "generation/1", "env/0", "model_worker/0", "model_worker/1")
     for _ in range(MAX_QUICK_DEATHS):
         assert watch.successor(end("generation/0")) is not None
-        watch.started(spec("generation/0"))
-    assert watch.successor(end("generation/0")) is None and watch.dispensable("generation/0")
-    assert watch.successor(end("env/0")) is not None and not watch.dispensable("env/0")
-    assert watch.successor(end("model_worker/0")) is None and not watch.dispensable("model_worker/0")
+        watch.on_start(spec("generation/0"))
+    assert watch.successor(end("generation/0")) is None and watch.is_dispensable("generation/0")
+    assert watch.successor(end("env/0")) is not None and not watch.is_dispensable("env/0")
+    assert watch.successor(end("model_worker/0")) is None and not watch.is_dispensable("model_worker/0")
     for _ in range(MAX_QUICK_DEATHS):
         assert watch.successor(end("generation/1")) is not None
-        watch.started(spec("generation/1"))
-    assert watch.successor(end("generation/1")) is None and not watch.dispensable("generation/1")
+        watch.on_start(spec("generation/1"))
+    assert watch.successor(end("generation/1")) is None and not watch.is_dispensable("generation/1")
 
 
 def test_only_deaths_of_the_last_hour_count_towards_the_new_beginnings(clock):
@@ -320,7 +322,7 @@ def test_only_deaths_of_the_last_hour_count_towards_the_new_beginnings(clock):
     failures: deque[float] = deque()
     fates = []
     for clock.now in (0.0, 10.0, 105.0, 106.0, 300.0, 301.0):
-        fates.append(processes._may_begin_again(failures, options))
+        fates.append(processes._may_restart(failures, options))
     assert fates == [True, True, True, False, True, True]
 
 
@@ -333,56 +335,56 @@ def test_whom_the_master_declares_dead_is_killed_and_only_that_process(clock):
     """A worker that was silent counted as dead for the master alone: nobody ended it, nobody took its place, and the
     run stood still for half an hour."""
     watch = supervisor("generation/0", "rollout_worker/0")
-    assert watch.told({"kind": "joined", "name": "generation/0"}) and not watch.told({"kind": "step"})
-    assert watch.told(lost("generation/0"))
-    assert watch.condemned() == [Sentence("generation/0", "killed: no heartbeat for 8.1 s (was idle)", 7, 70)]
-    assert watch.condemned() == []
-    watch.told(lost("rollout_worker/0", left=True))
-    assert watch.condemned() == [], "its process may end by itself"
+    assert watch.on_message({"kind": "joined", "name": "generation/0"}) and not watch.on_message({"kind": "step"})
+    assert watch.on_message(lost("generation/0"))
+    assert watch.pop_kill_orders() == [KillOrder("generation/0", "killed: no heartbeat for 8.1 s (was idle)", 7, 70)]
+    assert watch.pop_kill_orders() == []
+    watch.on_message(lost("rollout_worker/0", left=True))
+    assert watch.pop_kill_orders() == [], "its process may end by itself"
     clock.now = LEAVE_S
-    assert [sentence.name for sentence in watch.condemned()] == ["rollout_worker/0"]
-    watch.told(lost("rollout_worker/0", left=True))
-    watch.ended(end("rollout_worker/0"))
+    assert [order.name for order in watch.pop_kill_orders()] == ["rollout_worker/0"]
+    watch.on_message(lost("rollout_worker/0", left=True))
+    watch.on_exit(end("rollout_worker/0"))
     clock.now = 2 * LEAVE_S
-    assert watch.condemned() == []
+    assert watch.pop_kill_orders() == []
 
 
 def test_a_worker_whose_start_was_put_off_has_its_whole_time_to_join(clock):
     """It waits until a host has rested, which may take longer than it may take to register."""
     watch = Supervisor(join_s=50.0)
-    watch.started(spec("generation/0"))
+    watch.on_start(spec("generation/0"))
     clock.now = 40.0
-    watch.begins("generation/0")
-    watch.begins("rollout_worker/7")
+    watch.on_deferred_start("generation/0")
+    watch.on_deferred_start("rollout_worker/7")
     clock.now = 60.0
-    assert watch.condemned() == []
+    assert watch.pop_kill_orders() == []
     clock.now = 91.0
-    assert [sentence.name for sentence in watch.condemned()] == ["generation/0"]
+    assert [order.name for order in watch.pop_kill_orders()] == ["generation/0"]
 
 
 def test_who_never_registers_is_killed_and_so_is_a_master_that_never_listens(clock):
     watch = Supervisor(join_s=50.0)
     for name in ("master", "generation/0", "generation/1"):
-        watch.started(spec(name))
-    watch.told({"kind": "joined", "name": "generation/0"})
+        watch.on_start(spec(name))
+    watch.on_message({"kind": "joined", "name": "generation/0"})
     clock.now = 49.0
-    assert watch.condemned() == []
+    assert watch.pop_kill_orders() == []
     clock.now = 50.0
-    assert {sentence.name: (sentence.cause, sentence.pid) for sentence in watch.condemned()} == {
+    assert {order.name: (order.cause, order.pid) for order in watch.pop_kill_orders()} == {
         "master": ("killed: it did not begin to listen within 50 s", 0),
         "generation/1": ("killed: it did not register with the master within 50 s", 0),
     }
-    watch.started(spec("master"))
-    assert not watch.told({"kind": "endpoint", "address": "tcp://127.0.0.1:1"}), "others take it as well"
+    watch.on_start(spec("master"))
+    assert not watch.on_message({"kind": "endpoint", "address": "tcp://127.0.0.1:1"}), "others take it as well"
     clock.now = 200.0
-    assert watch.condemned() == []
+    assert watch.pop_kill_orders() == []
 
 
 def test_in_a_synchronous_run_nobody_has_a_successor(clock):
     watch = Supervisor(replaces=False)
     for name in ("env/0", "rollout_worker/0", "rollout_worker/1"):
-        watch.started(spec(name))
-    assert watch.successor(end("env/0")) is None and not watch.dispensable("rollout_worker/0")
+        watch.on_start(spec(name))
+    assert watch.successor(end("env/0")) is None and not watch.is_dispensable("rollout_worker/0")
 
 
 class FullScheduler:
@@ -407,10 +409,10 @@ class FullScheduler:
 def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(clock, tmp_path):
     watch, display = supervisor("generation/0", "generation/1"), QUIET
     scheduler = FullScheduler("generation/0")
-    processes._replace([end("generation/0")], scheduler, display, watch, tmp_path)
+    processes._replace_workers([end("generation/0")], scheduler, display, watch, tmp_path)
     assert scheduler.started == []
     with pytest.raises(WorkerFailed, match=r"generation/1 .*cannot be started again: generation/1: no host has room"):
-        processes._replace([end("generation/1")], FullScheduler("generation/1"), display, watch, tmp_path)
+        processes._replace_workers([end("generation/1")], FullScheduler("generation/1"), display, watch, tmp_path)
     assert [(death.process, death.then) for death in deaths(tmp_path)] == [
         ("generation/0", "it cannot be started again: generation/0: no host has room; the run goes on without it"),
         ("generation/1", "it cannot be started again: generation/1: no host has room"),
@@ -422,7 +424,7 @@ def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
     watch, display = supervisor("generation/0", "rollout_worker/0", "model_worker/0"), QUIET
     scheduler = FullScheduler()
     with pytest.raises(WorkerFailed, match="model_worker/0 ended"):
-        processes._replace(
+        processes._replace_workers(
             [end("generation/0"), end("rollout_worker/0"), end("model_worker/0")], scheduler, display, watch, tmp_path
         )
     assert scheduler.started == []
@@ -436,22 +438,22 @@ def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
 def test_who_lost_the_master_is_judged_when_others_may_have_lost_it_too(tmp_path):
     log = tmp_path / "log"
     log.write_text(f"FATAL: worker 'rollout_worker/0' {LOST_MASTER} tcp://10.0.0.1:1: no answer for 10.0 s\n")
-    assert processes._may_be_the_master(WorkerExit("rollout_worker/0", 1, log))
+    assert processes._may_follow_master(WorkerExit("rollout_worker/0", 1, log))
     log.write_text("FATAL: no space left\n")
-    assert not processes._may_be_the_master(WorkerExit("rollout_worker/0", 1, log))
-    assert not processes._may_be_the_master(WorkerExit("rollout_worker/0", -9, log))
+    assert not processes._may_follow_master(WorkerExit("rollout_worker/0", 1, log))
+    assert not processes._may_follow_master(WorkerExit("rollout_worker/0", -9, log))
 
 
 @pytest.mark.slow
 def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(tmp_path):
     built = build_experiment(compose_config(["experiment=grpo_aws_async", f"fileroot={tmp_path}"]))
-    more = Reinforcements(built.plan(built.spec, 0.0), "run", tmp_path / "keys")
+    more = ElasticWorkers(built.plan(built.spec, 0.0), "run", tmp_path / "keys")
     more.wanted = [WorkersWanted("b", "rollout_worker", 2), WorkersWanted("gone", "generation", 1)]
     watch, scheduler, display = Supervisor(), FullScheduler("gone"), QUIET
-    more.send(scheduler, watch, display)
+    more.start_wanted(scheduler, watch, display)
     assert scheduler.started == [] and more.wanted
     more.master = "tcp://10.0.0.1:1"
-    more.send(scheduler, watch, display)
+    more.start_wanted(scheduler, watch, display)
     assert [(made.name, made.host) for made in scheduler.started] == [
         ("rollout_worker/1", "b"),
         ("rollout_worker/2", "b"),
@@ -464,7 +466,7 @@ def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(t
         "--key-file",
         f"{tmp_path / 'keys'}",
     )
-    more.send(scheduler, watch, display)
+    more.start_wanted(scheduler, watch, display)
     assert len(scheduler.started) == 2, "they are started once"
 
 

@@ -16,7 +16,7 @@ import pytest
 from realhf.base.process import start_time
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
-from realhf.scheduler.process import describe, failure_cause, log_tail, orphans_adopted
+from realhf.scheduler.process import adopt_orphans, describe, failure_cause, log_tail
 from tests.process_family import family, gone
 
 STUBBORN = """
@@ -155,9 +155,9 @@ def test_stop_leaves_alone_what_the_process_has_started_for_itself(tmp_path, mod
             assert time.monotonic() < deadline, "the server did not start its child"
             time.sleep(0.05)
         before = family(stranger.pid)
-        with orphans_adopted():
+        with adopt_orphans():
             scheduler = LocalScheduler(orphans_are_ours=True)
-            with scheduler.beside():
+            with scheduler.preserve_children():
                 later.append(subprocess.Popen(["sleep", "600"]))
             scheduler.start(spec(tmp_path, "stubborn/0", "stubborn", events=True))
             child = int(collect(scheduler, WorkerLine)[0].text.split()[1])

@@ -16,7 +16,7 @@ import pytest
 from realhf.base import process_clock
 from realhf.launch.processes import failure_message
 from realhf.scheduler.base import WorkerExit
-from realhf.scheduler.local import LATELY_S, WANT_OF_MEMORY, MemoryKills
+from realhf.scheduler.local import OOM_KILLED, RECENT_KILL_S, OomKillMonitor
 
 MIB = 1 << 20
 LIMIT = 300 * MIB
@@ -61,19 +61,19 @@ def test_a_kill_in_the_own_group_is_seen_for_a_while(
         write(folder, **{"memory_of_max": "max\n", "memory_of_limit_in_bytes": "9223372036854771712\n"})
         (folder / name).write_text("oom 0\noom_kill 3\n")
         (folder.parent / ("memory.limit_in_bytes" if layout == "first" else "memory.max")).write_text(f"{512 * MIB}\n")
-    kills = MemoryKills(groups, proc)
-    assert kills.cause(MIB) == "", "those before it are not its own"
+    kills = OomKillMonitor(groups, proc)
+    assert kills.explain_sigkill(MIB) == "", "those before it are not its own"
     counter = proc / "vmstat" if folder is None else folder / name
     counter.write_text("oom 1\noom_kill 4\n")
-    said = kills.cause(3 << 29)
-    assert said.startswith(f"{WANT_OF_MEMORY}: it had 1.5 GiB at its peak, and ")
+    said = kills.explain_sigkill(3 << 29)
+    assert said.startswith(f"{OOM_KILLED}: it had 1.5 GiB at its peak, and ")
     assert ("its group may take 0.5" in said) == (layout in ("second", "first")), said
-    clock[0] += LATELY_S + 1
-    assert kills.cause(MIB) == "", "that was another"
+    clock[0] += RECENT_KILL_S + 1
+    assert kills.explain_sigkill(MIB) == "", "that was another"
 
 
 def test_the_options_that_help_a_worker_of_the_kind_are_named(tmp_path: Path) -> None:
-    cause = f"{WANT_OF_MEMORY}: it had 3.2 GiB at its peak, and its group may take 3.5"
+    cause = f"{OOM_KILLED}: it had 3.2 GiB at its peak, and its group may take 3.5"
     said = {
         name: failure_message(WorkerExit(name, -9, tmp_path / "log", 0, cause)) for name in ("model_worker/0", "env/0")
     }
@@ -112,5 +112,5 @@ def test_the_kernel_kills_a_worker(tmp_path: Path, group: Path) -> None:
         command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120
     )
     first, second = done.stdout.splitlines()
-    assert first.startswith(f"{-signal.SIGKILL} {WANT_OF_MEMORY}: it had 0.") and "its group may take 0.3" in first
+    assert first.startswith(f"{-signal.SIGKILL} {OOM_KILLED}: it had 0.") and "its group may take 0.3" in first
     assert second == f"{-signal.SIGKILL} killed by SIGKILL", done.stderr

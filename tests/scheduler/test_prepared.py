@@ -12,7 +12,7 @@ import pytest
 
 from realhf.scheduler.base import WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler, PreparedWorkers
-from realhf.scheduler.process import orphans_adopted
+from realhf.scheduler.process import adopt_orphans
 from tests.process_family import family, gone
 
 LIMIT_S = 60.0
@@ -41,11 +41,11 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepar
 
 @pytest.fixture
 def scheduler(prepared: PreparedWorkers) -> Iterator[LocalScheduler]:
-    with orphans_adopted():
+    with adopt_orphans():
         found = LocalScheduler(orphans_are_ours=True, prepared=prepared)
-        with found.beside():
+        with found.preserve_children():
             prepared.begin()
-        until(lambda: not prepared.importing())
+        until(lambda: not prepared.is_importing())
         yield found
         found.stop(1.0)
 
@@ -118,6 +118,6 @@ def test_without_the_server_workers_are_started_as_ever(
     scheduler.start(spec(tmp_path, "a", 0.0, events=True))
     lines, _ = events_of(scheduler, "a")
     assert lines == [f"False {os.getpid()} True ['0.0']"]
-    with scheduler.beside():
+    with scheduler.preserve_children():
         prepared.begin()
-    assert prepared.importing() or prepared._ready, "the next run has one again"
+    assert prepared.is_importing() or prepared._ready, "the next run has one again"

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from realhf.scheduler.process import orphans_adopted
+from realhf.scheduler.process import adopt_orphans
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl(2) is Linux's")
 
@@ -29,9 +29,9 @@ def _parent_of_an_orphan() -> int:
 def test_orphans_become_children_inside_and_strangers_outside() -> None:
     """A test or a notebook that runs the launcher in its own process is not left collecting zombies."""
     assert _parent_of_an_orphan() != os.getpid()
-    with orphans_adopted():
+    with adopt_orphans():
         assert _parent_of_an_orphan() == os.getpid()
-        with orphans_adopted():
+        with adopt_orphans():
             pass
         assert _parent_of_an_orphan() == os.getpid(), "the inner one restores what it found"
     assert _parent_of_an_orphan() != os.getpid()
