@@ -1,4 +1,4 @@
-"""Gives the workers of a run their GPUs, and estimates the memory that each takes beside what is free."""
+"""Assignment of GPUs to the workers of a run, and an estimate of the memory that they need."""
 
 from __future__ import annotations
 
@@ -20,90 +20,94 @@ from realhf.scheduler.gpus import VISIBLE, visible_gpus
 def allocate(
     spec: ExperimentSpec,
     allocation: AllocationConfig,
-    there: int | None = None,
+    gpu_count: int | None = None,
     elsewhere: Callable[[str], bool] | None = None,
 ) -> dict[str, int]:
-    """Return the GPU of each worker that computes, by its name, as a number among the ``there`` GPUs that this process
-    sees (None: it counts them). Workers that are ``elsewhere`` get theirs from their own host. With none named, the
-    workers are dealt out over those that are there; {} where there is one at most, where all roles compute on the CPU,
-    and where a server of generation spreads over several. Raises ConfigError with the numbers that are needed and
-    available."""
-    there = len(visible_gpus()) if there is None else there
-    given = _given(spec, allocation, there, elsewhere)
+    """Return the GPU of each worker that computes, by worker name.
+
+    GPUs are numbered among the ``gpu_count`` ones that this process sees (None: count them). Workers for
+    which ``elsewhere`` is true are omitted, since their host assigns GPUs. Without ``allocation.gpus`` the
+    workers are spread over all GPUs; the result is then empty, and workers see all GPUs, if there is at most
+    one GPU, all roles compute on the CPU, or a generation server uses tensor parallelism. Raises ConfigError
+    with the numbers of required and available GPUs."""
+    gpu_count = len(visible_gpus()) if gpu_count is None else gpu_count
+    assigned = _assign(spec, allocation, gpu_count, elsewhere)
     for model in spec.models.values():
-        wanted = model.engine.tensor_parallel_size
-        if given and wanted > 1:
+        parallel_size = model.engine.tensor_parallel_size
+        if assigned and parallel_size > 1:
             raise ConfigError(
-                f"engine.tensor_parallel_size={wanted}: each worker sees one GPU here, with allocation.gpus or a role "
-                "on several workers; start the server yourself and name it in engine.vllm_url"
+                f"engine.tensor_parallel_size={parallel_size}: each worker sees one GPU here, with allocation.gpus or "
+                "a role on several workers; start the server yourself and name it in engine.vllm_url"
             )
-    return given
+    return assigned
 
 
-def _given(
-    spec: ExperimentSpec, allocation: AllocationConfig, there: int, elsewhere: Callable[[str], bool] | None
+def _assign(
+    spec: ExperimentSpec, allocation: AllocationConfig, gpu_count: int, elsewhere: Callable[[str], bool] | None
 ) -> dict[str, int]:
-    everybody = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
-    everybody += [name for name in (spec.rollout.workers if spec.rollout else ()) if name.startswith("generation/")]
-    here = [name for name in everybody if elsewhere is None or not elsewhere(name)]
-    models = [name for name in here if name.startswith("model_worker/")]
-    players = here[len(models) :]
+    """Return the GPUs as ``allocate`` does, with or without named ones."""
+    names = [f"model_worker/{index}" for index in range(spec.n_model_workers)]
+    names += [name for name in (spec.rollout.workers if spec.rollout else ()) if name.startswith("generation/")]
+    local = [name for name in names if elsewhere is None or not elsewhere(name)]
+    models = [name for name in local if name.startswith("model_worker/")]
+    generators = local[len(models) :]
     if not allocation.gpus:
-        return _dealt_out(spec, models, players, there) if there else {}
+        return _spread(spec, models, generators, gpu_count) if gpu_count else {}
     gpus = list(allocation.gpus)
-    needed = len(models) if allocation.share else len(models) + len(players)
+    needed = len(models) if allocation.share else len(models) + len(generators)
     if len(gpus) < needed:
-        further = "" if allocation.share or not players else f" and {len(players)} generation worker(s)"
+        further = "" if allocation.share or not generators else f" and {len(generators)} generation worker(s)"
         raise ConfigError(
             f"allocation.gpus={gpus}: {len(models)} model worker(s){further} need {needed} GPUs, {len(gpus)} are named"
             + ("; allocation.share=true puts generation beside training" if further else "")
         )
-    if missing := [gpu for gpu in gpus if gpu >= there]:
+    if missing := [gpu for gpu in gpus if gpu >= gpu_count]:
         raise ConfigError(
-            f"allocation.gpus={gpus}: {there} GPUs are visible here (those of {VISIBLE}, or else of this machine), so "
-            f"there is no number {missing[0]}"
+            f"allocation.gpus={gpus}: {gpu_count} GPUs are visible here (those of {VISIBLE}, or else of this machine), "
+            f"so there is no number {missing[0]}"
         )
-    given = dict(zip(models, gpus, strict=False))
-    turns = gpus[: len(models)] if allocation.share and models else gpus[len(models) :]
-    return given | {name: turns[number % len(turns)] for number, name in enumerate(players)}
+    assigned = dict(zip(models, gpus, strict=False))
+    remaining = gpus[: len(models)] if allocation.share and models else gpus[len(models) :]
+    return assigned | {name: remaining[number % len(remaining)] for number, name in enumerate(generators)}
 
 
-def _dealt_out(spec: ExperimentSpec, models: list[str], players: list[str], there: int) -> dict[str, int]:
-    """Return the GPUs of workers when none are named: one for each as long as there are some, model workers first.
-    Generation stays away from trainers where it can. Workers of a role that train together need different ones, since
-    NCCL refuses two ranks on one GPU. Raises ConfigError."""
+def _spread(spec: ExperimentSpec, models: list[str], generators: list[str], gpu_count: int) -> dict[str, int]:
+    """Return the GPUs if none are named: one per worker round-robin, model workers first.
+
+    Generation workers use other GPUs than model workers if there are enough. Workers that train a role
+    together must have different GPUs, since NCCL rejects two ranks on one GPU. Raises ConfigError."""
     on_gpus = [
         model for model in spec.models.values() if not str(model.backend_args.get("device", "auto")).startswith("cpu")
     ]
-    together = [model for model in on_gpus if model.parallel.size > 1]
+    parallel = [model for model in on_gpus if model.parallel.size > 1]
     if not on_gpus or not models:
         return {}
-    workers = [*models, *players]
-    if together and there < len(workers):
-        further = f" and {len(players)} generation worker(s)" if players else ""
-        beside = "; allocation.gpus with allocation.share=true puts generation beside training" if further else ""
+    workers = [*models, *generators]
+    if parallel and gpu_count < len(workers):
+        further = f" and {len(generators)} generation worker(s)" if generators else ""
+        advice = "; allocation.gpus with allocation.share=true puts generation beside training" if further else ""
         raise ConfigError(
-            f"allocation.gpus=[]: {together[0].role} trains on {together[0].parallel.size} workers, each with a GPU of "
-            f"its own; {len(models)} model worker(s){further} need {len(workers)} GPUs, {there} are visible here"
-            f"{beside}; an empty {VISIBLE} in the environment of the launcher keeps the run on the CPU"
+            f"allocation.gpus=[]: {parallel[0].role} trains on {parallel[0].parallel.size} workers, each with a GPU of "
+            f"its own; {len(models)} model worker(s){further} need {len(workers)} GPUs, {gpu_count} are visible here"
+            f"{advice}; an empty {VISIBLE} in the environment of the launcher keeps the run on the CPU"
         )
-    spread = any(model.engine.tensor_parallel_size > 1 for model in spec.models.values())
-    if not together and (there == 1 or spread):
+    tensor_parallel = any(model.engine.tensor_parallel_size > 1 for model in spec.models.values())
+    if not parallel and (gpu_count == 1 or tensor_parallel):
         return {}
-    given = {name: number % there for number, name in enumerate(models)}
-    turns = range(len(models), there) if len(models) < there else range(there)
-    return given | {name: turns[number % len(turns)] for number, name in enumerate(players)}
+    assigned = {name: number % gpu_count for number, name in enumerate(models)}
+    remaining = range(len(models), gpu_count) if len(models) < gpu_count else range(gpu_count)
+    return assigned | {name: remaining[number % len(remaining)] for number, name in enumerate(generators)}
 
 
-def check_offload(spec: ExperimentSpec, there: int | None = None) -> None:
-    """Raise ConfigError for a role with ``optimizer.offload`` that trains on the CPU, or whose backend cuts its moments
-    over workers. ``there``: the number of GPUs (None: this process counts those that it sees)."""
+def check_offload(spec: ExperimentSpec, gpu_count: int | None = None) -> None:
+    """Raise ConfigError for a role with ``optimizer.offload`` that trains on the CPU, or whose backend shards the
+    moments. ``gpu_count`` is the number of GPUs (None: count those that this process sees)."""
     for model in spec.models.values():
         if not (model.trainable and model.optimizer is not None and model.optimizer.offload):
             continue
         option = f"{model.role}.optimizer.offload=true"
         device = str(model.backend_args.get("device", "auto"))
-        gpus = len(visible_gpus()) if there is None else there
+        gpus = len(visible_gpus()) if gpu_count is None else gpu_count
         if device.startswith("cpu") or (device == "auto" and not gpus):
             raise ConfigError(
                 f"{option}: has no effect on the CPU, where {model.role} trains (experiment {spec.name}, {gpus} GPUs "
@@ -116,62 +120,72 @@ def check_offload(spec: ExperimentSpec, there: int | None = None) -> None:
 
 
 GIB = 2**30
+"""Bytes of a GiB."""
 PROGRAM_BYTES = GIB * 2 // 5
-"""Python, torch and transformers themselves take about this much of the host's memory in each process."""
+"""Approximate host memory per process of Python, torch and transformers themselves."""
 MICRO_BATCH_TOKENS = 4096
-"""Tokens of a micro-batch where mb_spec.max_tokens_per_mb is not set."""
-WAYS = (
+"""Tokens of a micro-batch if mb_spec.max_tokens_per_mb is not set."""
+MEMORY_ADVICE = (
     "lower mb_spec.max_tokens_per_mb, rollout.sessions or rollout.max_total_tokens, set "
     "actor.gradient_checkpointing=true, actor.lora.rank or ppo.kl_loss_coef=0 (no reference), or take a smaller model"
 )
-"""What makes a trainer take less memory."""
+"""Options that reduce the memory of a trainer."""
 COLUMNS = ("weights", "gradients", "moments", "activations", "keys, values")
+"""Parts of the memory estimate."""
 
 
 @dataclass(frozen=True)
-class Need:
-    """Bytes that a role takes in a process on its ``device`` (a GPU's number, or None for the host), by ``COLUMNS``;
-    None: the size of its model at ``path`` is not known."""
+class MemoryNeed:
+    """The estimated memory of a role in a process."""
 
     process: str
+    """Name of the worker."""
     role: str
+    """Name of the role."""
     path: str
+    """Model of the role."""
     device: int | None
+    """Number of the GPU; None for host memory."""
     bytes: tuple[int, ...] | None
+    """Bytes of each of ``COLUMNS``; None if the model's size is not known."""
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """The sum of all parts in bytes."""
         return sum(self.bytes or ())
 
 
-def needs_of(spec: ExperimentSpec, config: ExperimentConfig, gpus: Mapping[str, int], there: int) -> list[Need]:
-    """Return what each role takes in each process that computes. ``gpus`` are those of the workers; without one a
-    worker computes on the first of the ``there`` GPUs that there are, or on the host."""
-    found = []
+def estimate_needs(
+    spec: ExperimentSpec, config: ExperimentConfig, gpus: Mapping[str, int], gpu_count: int
+) -> list[MemoryNeed]:
+    """Return the estimated memory of each role in each process that computes.
+
+    ``gpus`` maps workers to GPUs; a worker without an entry computes on GPU 0 if ``gpu_count`` is positive,
+    else on the host."""
+    needs = []
     for model in spec.models.values():
-        size = _size(model, config)
-        on_gpu = there > 0 and not str(model.backend_args.get("device", "auto")).startswith("cpu")
+        size = _model_size(model, config)
+        on_gpu = gpu_count > 0 and not str(model.backend_args.get("device", "auto")).startswith("cpu")
         device = lambda name, on_gpu=on_gpu: gpus.get(name, 0) if on_gpu else None
         for index in model.workers:
             name = f"model_worker/{index}"
-            own = None if size is None else _in_training(spec, model, size, config)
-            found.append(Need(name, model.role, model.path, device(name), own))
+            parts = None if size is None else _model_worker_bytes(spec, model, size, config)
+            needs.append(MemoryNeed(name, model.role, model.path, device(name), parts))
         if spec.rollout is not None and spec.rollout.role == model.role:
             engines = [name for name in spec.rollout.workers if name.startswith("generation/")]
             episodes = spec.rollout.sessions * spec.rollout.options.n_rollout_workers / len(engines)
             for name in engines:
-                own = None
+                parts = None
                 if size is not None:
-                    kept = _key_value_bytes(model, size, config, episodes)
-                    own = (weight_bytes(size, model.dtype), 0, 0, 0, kept)
-                found.append(Need(name, model.role, model.path, device(name), own))
-    return found
+                    kv_cache = _kv_cache_bytes(model, size, config, episodes)
+                    parts = (weight_bytes(size, model.dtype), 0, 0, 0, kv_cache)
+                needs.append(MemoryNeed(name, model.role, model.path, device(name), parts))
+    return needs
 
 
-def memory_lines(needs: list[Need], free: Mapping[int | None, int]) -> Iterator[str]:
-    """Yield the plan as text: a line for each process and role, and the sums beside the bytes that are ``free`` on each
-    device (as ``free_bytes`` says them)."""
+def memory_lines(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
+    """Yield the estimate as text: a line per process and role, then the sum of each device with its free bytes
+    (``free``, from ``free_bytes``)."""
     if not needs:
         return
     yield "memory, estimated, GiB: " + "  ".join(COLUMNS)
@@ -184,48 +198,53 @@ def memory_lines(needs: list[Need], free: Mapping[int | None, int]) -> Iterator[
             yield f"{label}: " + "  ".join(f"{every / GIB:.3g}" for every in need.bytes) + f"  = {need.total / GIB:.3g}"
     for device in sorted({need.device for need in needs}, key=str):
         where = "host" if device is None else f"GPU {device}"
-        known = free.get(device)
-        beside = f", {known / GIB:.2f} free" if known is not None else ""
-        yield f"  {where}: {_sum(needs, device) / GIB:.2f} in all{beside}"
+        available = free.get(device)
+        remark = f", {available / GIB:.2f} free" if available is not None else ""
+        yield f"  {where}: {_total_on(needs, device) / GIB:.2f} in all{remark}"
 
 
-def shortages(needs: list[Need], free: Mapping[int | None, int]) -> Iterator[str]:
-    """Yield a line for each device that has less free than the plan wants, with the options that change it."""
+def shortages(needs: list[MemoryNeed], free: Mapping[int | None, int]) -> Iterator[str]:
+    """Yield a warning for each device with less free memory than estimated, with the options that reduce it."""
     for device in sorted({need.device for need in needs}, key=str):
-        wanted, known = _sum(needs, device), free.get(device)
-        if known is not None and wanted > known:
+        needed = _total_on(needs, device)
+        available = free.get(device)
+        if available is not None and needed > available:
             where = "this machine" if device is None else f"GPU {device}"
             yield (
-                f"{where} has {known / GIB:.1f} GiB free, and this run is estimated to take {wanted / GIB:.1f}: {WAYS}"
+                f"{where} has {available / GIB:.1f} GiB free, and this run is estimated to take {needed / GIB:.1f}: "
+                f"{MEMORY_ADVICE}"
             )
 
 
-def free_bytes(there: int) -> dict[int | None, int]:
-    """Return the bytes that are free now: on the host (None), within the limit of this process's group, and on each of
-    the ``there`` GPUs as far as their driver says it."""
-    available, left = psutil.virtual_memory().available, memory_left()
-    found: dict[int | None, int] = {None: available if left is None else min(available, left)}
-    if there:
+def free_bytes(gpu_count: int) -> dict[int | None, int]:
+    """Return the free bytes of the host (key None), within the limit of this process's control group, and of
+    each of ``gpu_count`` GPUs, if ``nvidia-smi`` reports them."""
+    available = psutil.virtual_memory().available
+    left = memory_left()
+    free: dict[int | None, int] = {None: available if left is None else min(available, left)}
+    if gpu_count:
         query = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
         try:
-            said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-            found |= {number: int(mib) * 2**20 for number, mib in enumerate(said[:there])}
+            output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+            free |= {number: int(mib) * 2**20 for number, mib in enumerate(output[:gpu_count])}
         except (OSError, ValueError, subprocess.SubprocessError):
             pass
-    return found
+    return free
 
 
-def _sum(needs: list[Need], device: int | None) -> int:
-    here = [need for need in needs if need.device == device]
-    programs = PROGRAM_BYTES * len({need.process for need in here}) if device is None else 0
-    return sum(need.total for need in here) + programs
+def _total_on(needs: list[MemoryNeed], device: int | None) -> int:
+    """Return the estimated bytes on a device, including the programs themselves on the host."""
+    on_device = [need for need in needs if need.device == device]
+    programs = PROGRAM_BYTES * len({need.process for need in on_device}) if device is None else 0
+    return sum(need.total for need in on_device) + programs
 
 
-def _size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
-    """The size of a role's model; what a warm start has yet to make is as large as the actor that it starts from."""
-    found = model_size(model.path)
-    if found is not None:
-        return found
+def _model_size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
+    """Return the size of a role's model, or None if it is not known. A model that a warm start has yet to create
+    is as large as the actor."""
+    size = model_size(model.path)
+    if size is not None:
+        return size
     if config.actor.path not in BUILTIN_PATHS:
         return model_size(config.actor.path)
     small = config.builtin
@@ -240,28 +259,34 @@ def _size(model: ModelSpec, config: ExperimentConfig) -> ModelSize | None:
     )
 
 
-def _in_training(spec: ExperimentSpec, model: ModelSpec, size: ModelSize, config: ExperimentConfig) -> tuple[int, ...]:
-    """What a model worker holds of a role: training, or weights alone, and the episodes that it samples itself."""
+def _model_worker_bytes(
+    spec: ExperimentSpec, model: ModelSpec, size: ModelSize, config: ExperimentConfig
+) -> tuple[int, ...]:
+    """Return the bytes by ``COLUMNS`` of a role in a model worker: its training state or weights alone, and the
+    KV cache of the episodes that the worker samples itself."""
     tokens = max(config.mb_spec.max_tokens_per_mb or MICRO_BATCH_TOKENS, config.rollout.max_total_tokens)
-    sampled = [mfc.interface_args for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
+    sampling_args = [mfc.interface_args for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
     if spec.evaluation is not None:
-        sampled.append(spec.evaluation.interface_args)
-    plays = spec.rollout is None and sampled and model.role == "actor" and model.engine.name == "embedded"
-    kept = _key_value_bytes(model, size, config, max(int(args.get("sessions", 1)) for args in sampled)) if plays else 0
+        sampling_args.append(spec.evaluation.interface_args)
+    samples = spec.rollout is None and sampling_args and model.role == "actor" and model.engine.name == "embedded"
+    kv_cache = 0
+    if samples:
+        sessions = max(int(args.get("sessions", 1)) for args in sampling_args)
+        kv_cache = _kv_cache_bytes(model, size, config, sessions)
     if not model.trainable:
-        return (0 if model.base_of else weight_bytes(size, model.dtype), 0, 0, 0, kept)
-    held = trainer_memory(
+        return (0 if model.base_of else weight_bytes(size, model.dtype), 0, 0, 0, kv_cache)
+    training = trainer_memory(
         size,
         model.dtype,
         lora_rank=model.lora.rank if model.lora is not None else 0,
         offload=model.optimizer is not None and model.optimizer.offload,
         parts=model.parallel.fsdp,
     )
-    passes = activation_bytes(size, model.dtype, tokens, checkpointing=model.gradient_checkpointing)
-    return (held.weights, held.gradients, held.moments, passes, kept)
+    activations = activation_bytes(size, model.dtype, tokens, checkpointing=model.gradient_checkpointing)
+    return (training.weights, training.gradients, training.moments, activations, kv_cache)
 
 
-def _key_value_bytes(model: ModelSpec, size: ModelSize, config: ExperimentConfig, episodes: float) -> int:
-    """What the keys and values of so many full episodes take, within the bound that the options set."""
-    most = int(episodes * config.rollout.max_total_tokens) * size.key_values * (4 if model.dtype == "float32" else 2)
-    return most if model.engine.kv_cache_gib is None else min(most, int(model.engine.kv_cache_gib * GIB))
+def _kv_cache_bytes(model: ModelSpec, size: ModelSize, config: ExperimentConfig, episodes: float) -> int:
+    """Return the KV cache size of ``episodes`` full episodes in bytes, limited by ``engine.kv_cache_gib``."""
+    full = int(episodes * config.rollout.max_total_tokens) * size.key_values * (4 if model.dtype == "float32" else 2)
+    return full if model.engine.kv_cache_gib is None else min(full, int(model.engine.kv_cache_gib * GIB))

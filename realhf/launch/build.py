@@ -1,9 +1,9 @@
-"""Builds a checked experiment from a configuration: calls its build, infers the graph, and refuses options without
-effect.
+"""Construction of an experiment from a configuration: calls ``build``, infers the graph, and rejects options
+without effect.
 
-An experiment file reads the options it needs from a *watched* configuration. An option of an experiment
-section that was set and not read does nothing, and saying so is kinder than obeying in silence. A choice such as
-``model=`` serves many experiments: of its options, one must be read.
+``build`` gets a *watched* configuration, which records the options that are read. An option that was set
+but never read has no effect, and is reported as an error. A choice such as ``model=`` serves many
+experiments, so only one of its options has to be read.
 """
 
 from __future__ import annotations
@@ -19,31 +19,48 @@ from realhf.api.experiment import ExperimentSpec, InterfaceType, ModelSpec, RunP
 from realhf.api.graph import DataFlowGraph, GraphError, build_graph
 from realhf.api.option import walk
 from realhf.base.dataclass_json import from_json_value, to_json_value
-from realhf.launch.allocation import Need, allocate, check_offload, free_bytes, memory_lines, needs_of, shortages
+from realhf.launch.allocation import (
+    MemoryNeed,
+    allocate,
+    check_offload,
+    estimate_needs,
+    free_bytes,
+    memory_lines,
+    shortages,
+)
 from realhf.launch.checks import is_builtin
 from realhf.launch.compose import Composed
 from realhf.launch.plugins import ExperimentFile, definition_of, located, options_of
 from realhf.scheduler.gpus import visible_gpus
 
-LARGE_RATE, LARGE_SUPERVISED_RATE, LORA_FACTOR = 5e-5, 5e-4, 20
-"""Learning rates above these are seldom meant where all weights of a pretrained model train, by reinforcement learning
-and by supervised learning: usual are 1e-6 and 1e-5, and 3e-5 and 2e-4 have served one of 135 million parameters.
-Adapters take some ten times as much."""
+LARGE_RATE = 5e-5
+"""Learning rate of reinforcement learning above which a warning is shown if all weights of a pretrained
+model are trained. 1e-6 is usual; 3e-5 worked for a model of 135 million parameters."""
+LARGE_SUPERVISED_RATE = 5e-4
+"""The same for supervised learning. 1e-5 is usual; 2e-4 worked for a model of 135 million parameters."""
+LORA_FACTOR = 20
+"""Factor on both limits with LoRA, which usually takes learning rates about ten times as large."""
 
 
 @dataclass(frozen=True)
 class BuiltExperiment:
-    """An experiment that can run: its configuration, what it consists of, and its graph. ``plugin``: what every process
-    of the run imports. ``effective``: the options that do something in this experiment."""
+    """A checked experiment that can run."""
 
     config: ExperimentConfig
+    """The configuration that it was built from."""
     plugin: str
+    """Module or file that every process of the run imports."""
     spec: ExperimentSpec
+    """The models, calls and data source."""
     graph: DataFlowGraph
+    """The dataflow graph of the calls."""
     effective: tuple[str, ...] = ()
+    """Names of the options that have an effect in this experiment."""
 
     def plan(self, spec: ExperimentSpec, started_at: float) -> RunPlan:
-        """What the workers of ``spec`` (this experiment, or one that runs before it) are told."""
+        """Return the plan for the workers of ``spec``, which is this experiment or one that runs before it.
+
+        ``started_at`` is the time of the launch in seconds since the epoch."""
         config = self.config
         return RunPlan(
             spec=spec,
@@ -54,40 +71,41 @@ class BuiltExperiment:
             torch_threads=config.torch_threads,
             started_at=started_at,
             plugins=(self.plugin,),
-            gpus=_allocated(spec, config),
+            gpus=_assign_gpus(spec, config),
             network=config.network,
         )
 
 
 def build_experiment(composed: Composed) -> BuiltExperiment:
-    """Raises ConfigError for a mistake in the experiment, its graph, or an option that does nothing."""
+    """Build and check an experiment. Raises ConfigError for a mistake in the experiment or its graph, and for
+    options without effect."""
     config = composed.config
-    watched_config, reads = watched(config)
-    spec = _build(composed.file, watched_config)
-    # What the workers will read, without the sections that watch who reads them.
+    watched_config, reads = watch_reads(config)
+    spec = _call_build(composed.file, watched_config)
+    # The specification may hold watched sections; its JSON form, which the workers read, has plain ones.
     plain = to_json_value(spec)
     check_effects(composed, reads)
     _check_environment(composed, plain)
-    everything = (*spec.before, spec)
-    for every in everything:
+    all_specs = (*spec.before, spec)
+    for every in all_specs:
         _check_workers(every)
         check_offload(every)
-        _allocated(every, config)
+        _assign_gpus(every, config)
         _check_heads(every)
-        _check_served(every)
-    _check_hosts(config, everything)
+        _check_served_actor(every)
+    _check_hosts(config, all_specs)
     if config.exp_ctrl.keep_best and spec.evaluation is None:
         raise ConfigError(
             f"exp_ctrl.keep_best=true: experiment {spec.name} makes no held-out evaluation, so no policy is the best"
         )
-    *_, graph = [spec_graph(every) for every in everything]
+    *_, graph = [build_spec_graph(every) for every in all_specs]
     return BuiltExperiment(
-        config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph, effective(config, reads)
+        config, composed.file.plugin, from_json_value(ExperimentSpec, plain), graph, effective_options(config, reads)
     )
 
 
-def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
-    """The graph of an experiment; a ConfigError lists everything that is wrong with it."""
+def build_spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
+    """Return the dataflow graph of an experiment. Raises ConfigError that lists all of its mistakes."""
     try:
         return build_graph(spec.mfcs, spec.source.keys, spec.log_keys, roles=spec.models.keys())
     except GraphError as error:
@@ -95,7 +113,7 @@ def spec_graph(spec: ExperimentSpec) -> DataFlowGraph:
 
 
 def print_graph(built: BuiltExperiment) -> int:
-    """Print the dataflow graph as text and as a Mermaid diagram. Returns the exit code 0."""
+    """Print the dataflow graph as text and as a Mermaid diagram. Return the exit code 0."""
     print(built.graph.summary())
     print()
     print(built.graph.to_mermaid())
@@ -105,8 +123,8 @@ def print_graph(built: BuiltExperiment) -> int:
 
 
 def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
-    """Print what would run, and what is made before; then the batch script of a launch with these arguments, where the
-    scheduler has one. Returns the exit code 0."""
+    """Print a summary of the run and of what runs before it, and the scheduler's batch script for a launch
+    with these arguments, if it has one. Return the exit code 0."""
     spec = built.spec
     print(
         f"{spec.name}: {len(spec.mfcs)} calls on {spec.n_model_workers} model worker(s), "
@@ -114,14 +132,14 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
     )
     for earlier in spec.before:
         made = earlier.artifact is not None and is_made(earlier.artifact)
-        rates = [f"learning rate {model.optimizer.lr:g}" for model in _trained(earlier) if model.optimizer]
+        rates = [f"learning rate {model.optimizer.lr:g}" for model in _trained_models(earlier) if model.optimizer]
         steps = "made already" if made else f"{earlier.total_train_steps} steps"
         print(f"before: {earlier.name} ({', '.join([steps, *rates])})")
-    for model in _trained(spec):
+    for model in _trained_models(spec):
         if model.optimizer is not None:
             adapters = f", adapters of rank {model.lora.rank}" if model.lora is not None else ""
             print(f"trains: {model.role} with learning rate {model.optimizer.lr:g}, from {model.path}{adapters}")
-    needs, free = _memory(built)
+    needs, free = _estimate_memory(built)
     print("\n".join(memory_lines(needs, free)))
     chosen = built.config.scheduler
     definition = definition_of(chosen.path)
@@ -131,38 +149,41 @@ def print_check(built: BuiltExperiment, arguments: Sequence[str] = ()) -> int:
 
 
 def advice(built: BuiltExperiment) -> Iterator[str]:
-    """What the experiment says of itself, and what is allowed and probably a mistake: more memory than there is, and
-    learning rates that are too large for a pretrained model."""
+    """Yield warnings: the experiment's own advice, a run that needs more memory than is free, and learning
+    rates that are probably too large for a pretrained model."""
     for spec in (*built.spec.before, built.spec):
         yield from spec.advice
-    yield from shortages(*_memory(built))
+    yield from shortages(*_estimate_memory(built))
     if is_builtin(built.config.actor.path):
         return
     for spec in (*built.spec.before, built.spec):
         supervised = all(mfc.interface == "sft" for mfc in spec.mfcs)
-        for model in _trained(spec):
-            most = (LARGE_SUPERVISED_RATE if supervised else LARGE_RATE) * (LORA_FACTOR if model.lora else 1)
-            if model.optimizer is not None and model.optimizer.lr > most:
+        for model in _trained_models(spec):
+            limit = (LARGE_SUPERVISED_RATE if supervised else LARGE_RATE) * (LORA_FACTOR if model.lora else 1)
+            if model.optimizer is not None and model.optimizer.lr > limit:
                 option = "warm_start" if spec is not built.spec else model.role
                 yield (
-                    f"{option}.optimizer.lr={model.optimizer.lr:g} is large for a pretrained model: above {most:g}, "
+                    f"{option}.optimizer.lr={model.optimizer.lr:g} is large for a pretrained model: above {limit:g}, "
                     f"{'supervised' if supervised else 'reinforcement'} learning mostly destroys what it knows"
                 )
 
 
-def _memory(built: BuiltExperiment) -> tuple[list[Need], dict[int | None, int]]:
-    """What the processes take, and what is free; nothing is known of workers on other hosts."""
+def _estimate_memory(built: BuiltExperiment) -> tuple[list[MemoryNeed], dict[int | None, int]]:
+    """Return the estimated memory of all processes, and the free bytes of each device. Both are empty for a
+    scheduler of several hosts, whose memory is not known."""
     if definition_of(built.config.scheduler.path).several_hosts:
         return [], {}
-    there = len(visible_gpus())
-    return needs_of(built.spec, built.config, _allocated(built.spec, built.config), there), free_bytes(there)
+    gpu_count = len(visible_gpus())
+    gpus = _assign_gpus(built.spec, built.config)
+    return estimate_needs(built.spec, built.config, gpus, gpu_count), free_bytes(gpu_count)
 
 
-def _trained(spec: ExperimentSpec) -> list[ModelSpec]:
+def _trained_models(spec: ExperimentSpec) -> list[ModelSpec]:
     return [model for model in spec.models.values() if model.trainable]
 
 
-def _build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpec:
+def _call_build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpec:
+    """Call the experiment's ``build`` function. Raises ConfigError for its errors."""
     try:
         spec = file.module.build(config)
     except ConfigError:
@@ -176,13 +197,14 @@ def _build(file: ExperimentFile, config: ExperimentConfig) -> ExperimentSpec:
     return spec
 
 
-def _allocated(spec: ExperimentSpec, config: ExperimentConfig) -> dict[str, int]:
-    """Return the GPUs of the workers that stay on this machine. Raises ConfigError."""
+def _assign_gpus(spec: ExperimentSpec, config: ExperimentConfig) -> dict[str, int]:
+    """Return the GPU of each worker that runs on this machine. Raises ConfigError."""
     elsewhere = definition_of(config.scheduler.path).elsewhere
     return allocate(spec, config.allocation, elsewhere=elsewhere and partial(elsewhere, options_of(config.scheduler)))
 
 
 def _check_workers(spec: ExperimentSpec) -> None:
+    """Raise ConfigError for model workers without a model, and for roles on a wrong number of workers."""
     used = {index for model in spec.models.values() for index in model.workers}
     unused = sorted(set(range(spec.n_model_workers)) - used)
     if unused:
@@ -207,7 +229,7 @@ def _check_workers(spec: ExperimentSpec) -> None:
 
 
 def _check_heads(spec: ExperimentSpec) -> None:
-    """A call that asks for values needs a model that has them."""
+    """Raise ConfigError for a call that needs values from a model without a value head."""
     for mfc in spec.mfcs:
         model = spec.models.get(mfc.model_role)
         if model is not None and mfc.interface == "critic" and model.head != "value":
@@ -217,9 +239,9 @@ def _check_heads(spec: ExperimentSpec) -> None:
             )
 
 
-def _check_hosts(config: ExperimentConfig, everything: Sequence[ExperimentSpec]) -> None:
-    """Workers on other hosts reach a run only where it listens on a network; what the scheduler is told of workers is
-    told of workers that there are."""
+def _check_hosts(config: ExperimentConfig, specs: Sequence[ExperimentSpec]) -> None:
+    """Raise ConfigError if workers on other hosts could not connect, or if the scheduler rejects its options
+    for these experiments."""
     definition = definition_of(config.scheduler.path)
     finds_addresses = definition.script is not None and config.mode is Mode.check
     if not config.network.bind and definition.several_hosts and not finds_addresses:
@@ -227,7 +249,7 @@ def _check_hosts(config: ExperimentConfig, everything: Sequence[ExperimentSpec])
             f"scheduler={config.scheduler.path}: its workers may run on other hosts; set network.bind to the address "
             "of this machine that they reach"
         )
-    names = [name for spec in everything for name in _process_names(spec)]
+    names = [name for spec in specs for name in _process_names(spec)]
     for problem in definition.problems(config.scheduler, names) if definition.problems is not None else ():
         raise ConfigError(f"scheduler.{problem}")
 
@@ -241,8 +263,8 @@ def _process_names(spec: ExperimentSpec) -> Iterator[str]:
     yield from (f"model_worker/{index}" for index in range(spec.n_model_workers))
 
 
-def _check_served(spec: ExperimentSpec) -> None:
-    """A model worker serves its own model's tokens only for a role that is on no other worker."""
+def _check_served_actor(spec: ExperimentSpec) -> None:
+    """Raise ConfigError for a synchronous run that samples with a server from a role on several workers."""
     sampling = {mfc.model_role for mfc in spec.mfcs if mfc.interface_type is InterfaceType.GENERATE}
     if spec.evaluation is not None:
         sampling.add(spec.evaluation.role)
@@ -255,7 +277,7 @@ def _check_served(spec: ExperimentSpec) -> None:
             )
 
 
-T = TypeVar("T")
+Section = TypeVar("Section")
 LAUNCHER_OPTIONS = frozenset(
     {
         "experiment",
@@ -269,16 +291,18 @@ LAUNCHER_OPTIONS = frozenset(
         "torch_threads",
     }
 )
+"""Options that the launcher itself reads in every experiment."""
 LAUNCHER_SECTIONS = ("exp_ctrl.", "network.", "rpc.", "monitor.", "scheduler.", "allocation.")
+"""Prefixes of sections that the launcher itself reads in every experiment."""
 
 
-def watched(config: ExperimentConfig) -> tuple[ExperimentConfig, set[str]]:
-    """A copy of ``config`` and the set to which every option is added when it is read from the copy."""
+def watch_reads(config: ExperimentConfig) -> tuple[ExperimentConfig, set[str]]:
+    """Return a copy of ``config``, and a set that collects the name of each option that is read from the copy."""
     reads: set[str] = set()
-    return _watch(config, "", reads), reads
+    return _watch_section(config, "", reads), reads
 
 
-def _watch(section: T, prefix: str, reads: set[str]) -> T:
+def _watch_section(section: Section, prefix: str, reads: set[str]) -> Section:
     kind = type(section)
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
 
@@ -291,7 +315,7 @@ def _watch(section: T, prefix: str, reads: set[str]) -> T:
     values = {name: getattr(section, name) for name in names}
     for name, value in values.items():
         if is_dataclass(value) and not isinstance(value, type):
-            values[name] = _watch(value, f"{prefix}{name}.", reads)
+            values[name] = _watch_section(value, f"{prefix}{name}.", reads)
     watching = type(kind.__name__, (kind,), {"__getattribute__": recording_get})
     return watching(**values)  # type: ignore[return-value]
 
@@ -300,13 +324,13 @@ def _has_effect(name: str, reads: set[str]) -> bool:
     return name in reads or name in LAUNCHER_OPTIONS or name.startswith(LAUNCHER_SECTIONS)
 
 
-def effective(config: ExperimentConfig, reads: set[str]) -> tuple[str, ...]:
-    """Every option that was read while the experiment was built, and those of the launcher itself."""
+def effective_options(config: ExperimentConfig, reads: set[str]) -> tuple[str, ...]:
+    """Return the names of the options that were read while the experiment was built, and of the launcher's own."""
     return tuple(sorted(found.name for found in walk(config) if _has_effect(found.name, reads)))
 
 
 def check_effects(composed: Composed, reads: set[str]) -> None:
-    """Raise ConfigError for options that were set and not read, with the reason that stands at their field."""
+    """Raise ConfigError for options that were set but not read, with the reason in the field's ``idle`` text."""
     experiment = composed.config.experiment
     reasons = {found.name: found.option.idle for found in walk(composed.config)}
 
@@ -329,22 +353,25 @@ ENVIRONMENT = "env."
 
 
 def _check_environment(composed: Composed, plain: Any) -> None:
-    """Raise ConfigError for options of the environment that were set and without which the experiment is the same. All
-    of them are read at once where the environment is made, so that reading one says nothing. ``plain`` is the
-    experiment as plain values. An option with its default, or without which nothing can be built, is not looked at."""
+    """Raise ConfigError for options of the environment that were set and do not change the experiment.
+
+    The environment's factory reads all of its options at once, so reads do not show which of them have an
+    effect. Instead, the experiment is built again with each option at its default and compared with
+    ``plain``, the experiment as JSON values. Options that have their default value, or whose default makes
+    the build fail, are skipped."""
     lines = []
     for name in dict.fromkeys((*composed.overridden, *composed.written)):
         if not name.startswith(ENVIRONMENT) or name == f"{ENVIRONMENT}path":
             continue
         config = copy.deepcopy(composed.config)
-        section = vars(config)["env"]  # each experiment defines its own
+        section = vars(config)["env"]  # ExperimentConfig itself has no such field.
         option = name.removeprefix(ENVIRONMENT)
-        default = _default(section, option)
+        default = _default_of(section, option)
         if default is MISSING or default == getattr(section, option):
             continue
         setattr(section, option, default)
         try:
-            without = to_json_value(_build(composed.file, config))
+            without = to_json_value(_call_build(composed.file, config))
         except ConfigError:
             continue
         if without == plain:
@@ -357,8 +384,8 @@ def _check_environment(composed: Composed, plain: Any) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _default(section: Any, option: str) -> Any:
-    """The value that an option of a section has by itself; MISSING for what is no option of it."""
+def _default_of(section: Any, option: str) -> Any:
+    """Return the default value of a section's option; MISSING if the section has no such option."""
     for every in fields(section):
         if every.name == option:
             return every.default_factory() if every.default_factory is not MISSING else every.default

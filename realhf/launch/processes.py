@@ -25,7 +25,7 @@ from realhf.api.config import AsyncConfig, RecoverMode
 from realhf.api.experiment import ExperimentSpec, JobSpec, RunPlan
 from realhf.base import process_clock
 from realhf.base.loopback import free_port, is_loopback_host
-from realhf.launch.allocation import WAYS
+from realhf.launch.allocation import MEMORY_ADVICE
 from realhf.launch.interrupts import Interrupted, StopSignals, undisturbed
 from realhf.monitor.display import Display
 from realhf.monitor.events import parse_event
@@ -61,7 +61,7 @@ master may simply have noticed the master's death first."""
 TAIL_LINES = 8
 """Number of log lines quoted for a process that failed without a message."""
 LESS_MEMORY = {
-    "model_worker": WAYS,
+    "model_worker": MEMORY_ADVICE,
     "generation": "lower rollout.sessions or rollout.max_total_tokens, or take a smaller model",
     "rollout_worker": "lower rollout.sessions or rollout.max_total_tokens",
     "env": "lower env.pool_size",

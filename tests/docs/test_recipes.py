@@ -13,7 +13,7 @@ from realhf.aws.scripts import write_scripts
 from realhf.aws.tasks.loader import TEN, load_templates, phrasings
 from realhf.base.hf_config import size_of, trainer_memory
 from realhf.launch import allocation
-from realhf.launch.allocation import GIB, needs_of
+from realhf.launch.allocation import GIB, estimate_needs
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
@@ -47,7 +47,7 @@ def test_the_memory_plan_on_the_page_is_that_of_its_commands(monkeypatch: pytest
     for arguments in on_a_gpu():
         composed = compose_config(arguments)
         check_config(composed.config)
-        for need in needs_of(build_experiment(composed).spec, composed.config, {}, 1):
+        for need in estimate_needs(build_experiment(composed).spec, composed.config, {}, 1):
             assert need.bytes is not None and need.device == 0
             name = need.path.partition("/")[2]
             part = "generation" if need.process.startswith("generation") else "trainer"

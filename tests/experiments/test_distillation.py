@@ -72,7 +72,7 @@ def test_a_served_teacher_is_asked_by_the_worker_of_the_actor(tiny_policy: Path)
         (["ppo.algo=opd", "teacher.url=http://h:1", "teacher.token_file=/nowhere"], r"token_file=/nowhere: no such"),
         (
             ["ppo.algo=opd", "teacher.url=http://h:1", "actor.backend=fsdp2", "actor.workers=[0,1]"],
-            r"actor.backend=fsdp2: all workers .* would ask teacher.url",
+            r"actor.backend=fsdp2: all workers .* would query teacher.url",
         ),
         (["ppo.algo=sdpo", "teacher.path={policy}"], r"teacher.path has no effect .*: .* the teacher is the policy"),
         (["ppo.algo=opd", "teacher.path=builtin"], r"teacher.path=builtin: the teacher is another model"),

@@ -11,7 +11,7 @@ import pytest
 from realhf.api.config import AllocationConfig, ConfigError
 from realhf.launch import allocation
 from realhf.launch.__main__ import main
-from realhf.launch.allocation import GIB, Need, allocate, check_offload, memory_lines, needs_of, shortages
+from realhf.launch.allocation import GIB, MemoryNeed, allocate, check_offload, estimate_needs, memory_lines, shortages
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
 from realhf.launch.plugins import definition_of, options_of
@@ -127,13 +127,13 @@ def test_without_a_gpu_it_is_refused_for_every_role_and_with_one_only_where_it_c
     spec = built("actor.optimizer.offload=true")
     assert spec.models["actor"].optimizer is not None and spec.models["actor"].optimizer.offload
     with pytest.raises(ConfigError, match="0 GPUs are visible"):
-        check_offload(spec, there=0)
+        check_offload(spec, gpu_count=0)
     monkeypatch.setattr("realhf.launch.allocation.visible_gpus", lambda: ())
     cut = built("actor.backend=fsdp2", "actor.workers=[0,1]").models["actor"]
     assert cut.optimizer is not None
     offloads = replace(cut, optimizer=replace(cut.optimizer, offload=True))
     with pytest.raises(ConfigError, match="backend fsdp2 cuts moments over workers"):
-        check_offload(replace(spec, models={"actor": offloads}), there=1)
+        check_offload(replace(spec, models={"actor": offloads}), gpu_count=1)
 
 
 LARGE = {"vocab_size": 151936, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32}
@@ -151,7 +151,7 @@ def folder(tmp_path):
 def needs(*arguments, gpus=None, there=0):
     composed = compose_config(arguments)
     built = build_experiment(composed)
-    return {(need.process, need.role): need for need in needs_of(built.spec, built.config, gpus or {}, there)}
+    return {(need.process, need.role): need for need in estimate_needs(built.spec, built.config, gpus or {}, there)}
 
 
 def test_each_process_has_a_plan_by_role(folder):
@@ -196,7 +196,7 @@ def test_a_plan_that_does_not_fit_is_told_at_the_check(folder, monkeypatch, caps
 
 
 def test_what_is_not_known_is_said():
-    unknown = Need("model_worker/0", "actor", "owner/name", None, None)
+    unknown = MemoryNeed("model_worker/0", "actor", "owner/name", None, None)
     lines = [*memory_lines([unknown], {})]
     assert "the size of owner/name is not known" in lines[1] and [*shortages([unknown], {})] == []
     assert [*memory_lines([], {})] == []

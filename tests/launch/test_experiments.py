@@ -142,7 +142,7 @@ def test_the_reference_is_what_the_fields_say():
 def test_the_help_of_an_experiment_shows_its_own_values_and_sections(capsys):
     assert main(["experiment=sft_aws", "seed=7", "--help"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("sft_aws: Supervised training")
+    assert shown.startswith("sft_aws: Supervised fine-tuning")
     assert "  total_train_steps=600 " in shown and "  seed=7 " in shown and "  env.pool_size=16 " in shown
     assert "ppo." not in shown.replace("(ppo.", ""), "it does not train with a policy gradient"
 
