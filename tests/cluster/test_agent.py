@@ -147,7 +147,7 @@ def test_workers_wait_for_imports_and_one_that_is_not_wanted_any_more_never_star
     def start(spec: WorkerSpec) -> None:
         started.append(spec.name)
 
-    monkeypatch.setattr(agent._prepared, "importing", lambda: importing)
+    monkeypatch.setattr(agent._prepared, "is_importing", lambda: importing)
     monkeypatch.setattr(agent._local, "start", start)
     for name in ("generation/0", "rollout_worker/0"):
         agent._do(wire, StartWorker(name, "m", [], str(tmp_path / "log"), False, 0, None))  # pyright: ignore
