@@ -1,6 +1,7 @@
-"""Serves and fetches large values in pieces, over several connections of their own.
+"""Bulk transfer of large values in pieces, over several connections of their own.
 
-What is said there are requests of fixed size, and answers that begin with theirs.
+The consumer sends requests of fixed size (``REQUEST``). Each answer is an ``ANSWER`` header, followed
+by the bytes of a piece or by the text of an error.
 """
 
 from __future__ import annotations
@@ -31,36 +32,41 @@ from realhf.transport.tls import RunTls
 PIECE_BYTES = 64 << 20
 """Size of the largest piece."""
 NUMBER_BYTES = 16
-"""Size of the number of a transfer, which nobody can guess."""
-MOST_TRANSFERS = 64
-"""Answers that are being fetched at once; the one that was used longest ago makes room for another."""
+"""Size of the number of a transfer, which is random so that it cannot be guessed."""
+MAX_TRANSFERS = 64
+"""Maximum number of transfers in progress; one more evicts the least recently used."""
 IDLE_S = 120.0
-"""How long a consumer may be silent before its answer is forgotten, in seconds."""
+"""Seconds without a request after which a transfer is dropped."""
 
 
 @dataclass
 class _Transfer:
+    """A value that a consumer fetches in pieces."""
+
     frames: Sequence[memoryview]
     ids: frozenset[str]
+    """Samples that the value belongs to."""
     used: float = field(default_factory=process_clock.now)
+    """Time of the last request (process_clock.now)."""
 
 
 class Outgoing:
-    """Keeps the answers that consumers fetch. They are views of the store's tensors, not copies. Not thread-safe."""
+    """Registry of the transfers that consumers fetch, as views of the store's tensors. Not thread-safe."""
 
     def __init__(self) -> None:
         self._transfers: dict[bytes, _Transfer] = {}
 
     def __len__(self) -> int:
-        """Count the answers that are being fetched."""
+        """Return the number of transfers in progress."""
         return len(self._transfers)
 
     def open(self, frames: Sequence[bytes | memoryview], ids: Sequence[str]) -> bytes:
-        """Keep an answer about these samples; return its number."""
+        """Register the frames of a value of these samples for fetching; return the number of the transfer."""
         now = process_clock.now()
-        for number in [number for number, held in self._transfers.items() if now - held.used > IDLE_S]:
+        idle = [number for number, transfer in self._transfers.items() if now - transfer.used > IDLE_S]
+        for number in idle:
             del self._transfers[number]
-        while len(self._transfers) >= MOST_TRANSFERS:
+        while len(self._transfers) >= MAX_TRANSFERS:
             del self._transfers[min(self._transfers, key=lambda number: self._transfers[number].used)]
         views = [memoryview(frame).cast("B") for frame in frames]
         number = os.urandom(NUMBER_BYTES)
@@ -68,67 +74,74 @@ class Outgoing:
         return number
 
     def piece(self, number: bytes, frame: int, start: int, length: int) -> memoryview | None:
-        """Return a piece of an answer; None when the answer is no longer there. Raises ProtocolError for one that it
-        does not have."""
-        held = self._transfers.get(number)
-        if held is None:
+        """Return ``length`` bytes from ``start`` of a frame of a transfer; None if the transfer was dropped.
+
+        Raises ProtocolError for a piece outside the frames.
+        """
+        transfer = self._transfers.get(number)
+        if transfer is None:
             return None
-        held.used = process_clock.now()
-        if not 0 <= frame < len(held.frames) or start < 0 or not 0 < length <= PIECE_BYTES:
-            raise ProtocolError(f"piece {frame}:{start}:{length} of {len(held.frames)} frames")
-        view = held.frames[frame]
+        transfer.used = process_clock.now()
+        if not 0 <= frame < len(transfer.frames) or start < 0 or not 0 < length <= PIECE_BYTES:
+            raise ProtocolError(f"piece {frame}:{start}:{length} of {len(transfer.frames)} frames")
+        view = transfer.frames[frame]
         if start + length > view.nbytes:
             raise ProtocolError(f"piece {frame}:{start}:{length} of a frame of {view.nbytes} bytes")
         return view[start : start + length]
 
     def close(self, number: bytes) -> None:
-        """Forget an answer that was fetched."""
+        """Drop a completed transfer."""
         self._transfers.pop(number, None)
 
     def forget(self, ids: frozenset[str]) -> None:
-        """Forget answers about samples that were cleared."""
-        for number in [number for number, held in self._transfers.items() if held.ids & ids]:
+        """Drop the transfers of samples that were cleared."""
+        cleared = [number for number, transfer in self._transfers.items() if transfer.ids & ids]
+        for number in cleared:
             del self._transfers[number]
 
 
 LANES = 4
-"""Connections over which pieces come, each with one piece on its way: what a consumer has asked for is never more."""
+"""Connections of one fetch, each with at most one piece in flight, which bounds unread bytes."""
 RETRIES = 3
-"""How often in a row connections may break without one piece arriving between."""
+"""Times in a row that every connection may break without a piece arriving in between."""
 ALIGNMENT = 64
+"""Frames are received at multiples of this many bytes, so that tensors over them need no copy."""
 
 
 class Piece(NamedTuple):
     """Bytes ``start`` to ``start + length`` of a frame."""
 
     frame: int
+    """Index of the frame in its transfer."""
     start: int
     length: int
 
 
-Ask = Callable[[int, Piece, memoryview], None]
-"""(lane, piece, into) fills ``into`` with the piece. Raises PeerLost, which is tried again, and DataError."""
-Take = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
-"""Bytes -> memory of this size, aligned, of any content."""
+FetchPiece = Callable[[int, Piece, memoryview], None]
+"""(lane, piece, into) -> None: fill ``into`` with the piece. Raises PeerLost, which is retried, and DataError."""
+Allocate = Callable[[int], np.ndarray[Any, np.dtype[np.uint8]]]
+"""Size in bytes -> aligned, uninitialised memory."""
 
 
-def _fresh(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _allocate(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.empty(nbytes, dtype=np.uint8)
 
 
-def fetch_pieces(sizes: Sequence[Any], ask: Ask, take: Take = _fresh) -> list[memoryview]:
-    """Return frames of these sizes, writable and aligned, in memory that ``take`` gives. Raises what ``ask`` raises,
-    PeerLost after ``RETRIES`` broken connections in a row, and ProtocolError for sizes that no sample has, before
-    memory is allocated."""
-    return _Fetch(_checked(sizes), ask, take).run()
+def fetch_pieces(sizes: Sequence[Any], ask: FetchPiece, take: Allocate = _allocate) -> list[memoryview]:
+    """Fetch frames of these sizes into memory from ``take``; they are writable and aligned.
+
+    Raises what ``ask`` raises, PeerLost after ``RETRIES`` failures in a row, and ProtocolError for
+    sizes beyond the limits of a sample, before memory is allocated.
+    """
+    return _Fetch(_check_sizes(sizes), ask, take).run()
 
 
-def fetch_whole(nbytes: int, ask: Ask) -> memoryview:
-    """Return one frame of any size; otherwise as ``fetch_pieces``."""
-    return _Fetch([nbytes], ask, _fresh).run()[0]
+def fetch_whole(nbytes: int, ask: FetchPiece) -> memoryview:
+    """Fetch one frame of any size; otherwise like ``fetch_pieces``."""
+    return _Fetch([nbytes], ask, _allocate).run()[0]
 
 
-def _checked(sizes: Sequence[Any]) -> list[int]:
+def _check_sizes(sizes: Sequence[Any]) -> list[int]:
     if not all(type(size) is int and 0 <= size <= MAX_FRAME_BYTES for size in sizes) or len(sizes) > MAX_FRAMES:
         raise ProtocolError("bad frame sizes in an answer")
     if sum(sizes) > MAX_MESSAGE_BYTES:
@@ -137,10 +150,13 @@ def _checked(sizes: Sequence[Any]) -> list[int]:
 
 
 class _Fetch:
-    """Is one fetch. Lanes are threads, the calling one among them; they take pieces until none is left or one of them
-    fails."""
+    """One fetch of several frames.
 
-    def __init__(self, sizes: list[int], ask: Ask, take: Take) -> None:
+    Each lane is a thread, the calling thread being the first; lanes take pieces from a shared queue
+    until it is empty or one of them fails.
+    """
+
+    def __init__(self, sizes: list[int], ask: FetchPiece, take: Allocate) -> None:
         starts = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
         whole = memoryview(take(starts[-1]))  # pyright: ignore[reportArgumentType]
         self._frames = [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
@@ -155,42 +171,43 @@ class _Fetch:
         self._failure: BaseException | None = None
 
     def run(self) -> list[memoryview]:
-        """Fetch everything."""
+        """Fetch all pieces; return the frames."""
         count = min(LANES, len(self._todo))
-        others = [threading.Thread(target=self._work, args=(lane,), daemon=True) for lane in range(1, count)]
+        others = [threading.Thread(target=self._run_lane, args=(lane,), daemon=True) for lane in range(1, count)]
         for thread in others:
             thread.start()
-        self._work(0)
+        self._run_lane(0)
         for thread in others:
             thread.join()
         if self._failure is not None:
             raise self._failure
         return self._frames
 
-    def _work(self, lane: int) -> None:
+    def _run_lane(self, lane: int) -> None:
         while (piece := self._next()) is not None:
             try:
                 self._ask(lane, piece, self._frames[piece.frame][piece.start : piece.start + piece.length])
                 with self._lock:
                     self._broken = 0
             except PeerLost as error:
-                self._again(piece, error)
+                self._retry(piece, error)
             except BaseException as error:
-                self._fail(error)
+                self._record_failure(error)
 
     def _next(self) -> Piece | None:
         with self._lock:
             return self._todo.popleft() if self._todo and self._failure is None else None
 
-    def _again(self, piece: Piece, error: PeerLost) -> None:
-        """Leave a piece to any lane that works; all lanes break at once where the peer does, which counts once."""
+    def _retry(self, piece: Piece, error: PeerLost) -> None:
+        """Put a piece back for any lane that still works."""
         with self._lock:
             self._broken += 1
+            # A peer that restarts breaks all lanes at once, which counts as one failure.
             if self._broken > RETRIES * LANES:
                 self._failure = self._failure or error
             self._todo.appendleft(piece)
 
-    def _fail(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         with self._lock:
             self._failure = self._failure or error
 
@@ -198,27 +215,32 @@ class _Fetch:
 REQUEST = struct.Struct("!16sIQI")
 """Number of the transfer, frame, start, length."""
 ANSWER = struct.Struct("!BI")
-"""What follows, and its bytes."""
-PIECE, REFUSED = 0, 1
-MOST_MESSAGE_BYTES = 4000
+"""Kind of what follows (PIECE or REFUSED), and its size in bytes."""
+PIECE = 0
+REFUSED = 1
+MAX_MESSAGE_TEXT_BYTES = 4000
 HANDSHAKE_S = 8.0
-"""How long each step of a handshake may take, and the connection before it."""
+"""Timeout in seconds of connecting, and of each step of a handshake."""
 STALL_S = 20.0
-"""After this long without a byte the other end counts as lost."""
+"""Seconds without a byte after which the other end counts as lost."""
 CALL_BYTES = 1 << 20
-"""Bytes that one call of the system sends or receives at most; both fit into a core's cache on the way."""
+"""Maximum bytes of one system call: small enough that source and target stay in the core's cache."""
 
 
 def send(connection: socket.socket, view: memoryview) -> None:
-    """Send all of a view. Raises OSError, TimeoutError among them."""
+    """Send all of a view. Raises OSError, of which TimeoutError is a subclass."""
     for start in range(0, view.nbytes, CALL_BYTES):
         connection.sendall(view[start : start + CALL_BYTES])
 
 
 def receive(connection: socket.socket, view: memoryview, deadline: float = math.inf) -> None:
-    """Fill a view. Raises OSError, TimeoutError among them when something came and ``deadline`` (process_clock.now) is
-    over, and ConnectionError when the other end has closed."""
-    start, size = 0, view.nbytes
+    """Fill a view.
+
+    Raises TimeoutError after ``deadline`` (process_clock.now), which is checked whenever bytes have
+    arrived, ConnectionError if the other end has closed, and other OSErrors.
+    """
+    start = 0
+    size = view.nbytes
     while start < size:
         count = connection.recv_into(view[start : start + CALL_BYTES])
         if count == 0:
@@ -228,44 +250,61 @@ def receive(connection: socket.socket, view: memoryview, deadline: float = math.
             raise TimeoutError
 
 
-def received(connection: socket.socket, size: int) -> bytes:
-    """Receive exactly ``size`` bytes, else as ``receive``."""
-    found = bytearray(size)
-    receive(connection, memoryview(found))
-    return bytes(found)
+def receive_bytes(connection: socket.socket, size: int) -> bytes:
+    """Receive exactly ``size`` bytes; errors as of ``receive``."""
+    data = bytearray(size)
+    receive(connection, memoryview(data))
+    return bytes(data)
 
 
 _log = logging.getLogger(__name__)
-MOST_CONNECTIONS = 256
-"""Connections at once; one more is closed."""
-MOST_STRANGERS = 32
+MAX_CONNECTIONS = 256
+"""Maximum number of open connections; one more is closed at once."""
+MAX_UNAUTHENTICATED = 32
 """Connections that have not yet shown the run's certificate; one more closes the oldest of them."""
 _NO_DESCRIPTOR_PAUSE_S = 0.5
+"""Pause before accepting again when the process has no file descriptor left."""
 GetPiece = Callable[[bytes, int, int, int], memoryview | None]
-"""(transfer, frame, start, length) -> the piece; None when it is no longer held. Raises ProtocolError."""
+"""(transfer, frame, start, length) -> the piece; None if the transfer was dropped. Raises ProtocolError."""
 
 
 class BulkServer:
-    """Listens on a port of its own, and gives each connection a thread. A connection asks for one piece after another;
-    what it does not read stays where it is, so a slow consumer costs no memory. Without ``tls``, for which there have
-    to be keys, connections are plain, and on the loopback. ``most`` connections are taken, ``strangers`` of them before
-    they have shown the certificate; 0: as many as the constants say."""
+    """Server of pieces on a port of its own, with a thread for each connection.
+
+    A connection requests one piece after another, and unread bytes stay in the store, so a slow
+    consumer costs no memory. Without ``tls``, which needs keys, connections are unencrypted and on the
+    loopback.
+
+    max_connections, max_unauthenticated: in place of the constants of that name; 0 keeps these.
+    """
 
     def __init__(
-        self, name: str, network: Network, tls: RunTls | None, piece: GetPiece, *, most: int = 0, strangers: int = 0
+        self,
+        name: str,
+        network: Network,
+        tls: RunTls | None,
+        piece: GetPiece,
+        *,
+        max_connections: int = 0,
+        max_unauthenticated: int = 0,
     ) -> None:
-        self._most, self._most_strangers = most or MOST_CONNECTIONS, strangers or MOST_STRANGERS
-        self._name, self._network, self._tls, self._piece = name, network, tls, piece
+        self._max_connections = max_connections or MAX_CONNECTIONS
+        self._max_unauthenticated = max_unauthenticated or MAX_UNAUTHENTICATED
+        self._name = name
+        self._network = network
+        self._tls = tls
+        self._piece = piece
         self._lock = threading.Lock()
-        # Second handles of the same connections: TLS takes the first one away, and any of them can end it.
-        self._strangers: dict[int, socket.socket] = {}
-        self._guests: dict[int, socket.socket] = {}
+        # Duplicated handles, by the number of the connection: TLS detaches the first handle, and
+        # shutting down any of them ends the connection.
+        self._unauthenticated: dict[int, socket.socket] = {}
+        self._authenticated: dict[int, socket.socket] = {}
         self._stopping = False
         self.refused = 0
         self.port = 0
 
     def start(self) -> None:
-        """Listen and serve. Raises DataError when nothing can listen there."""
+        """Listen and serve. Raises DataError if the address cannot be listened on."""
         try:
             self._socket = socket.create_server((self._network.host, 0), backlog=128)
         except OSError as error:
@@ -274,13 +313,13 @@ class BulkServer:
         threading.Thread(target=self._accept, name="bulk-server", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening, and break off all connections."""
+        """Stop listening, and end all connections."""
         self._stopping = True
         if self.port:
             _cut(self._socket)
             self._socket.close()
         with self._lock:
-            for handle in (*self._strangers.values(), *self._guests.values()):
+            for handle in (*self._unauthenticated.values(), *self._authenticated.values()):
                 _cut(handle)
 
     def _accept(self) -> None:
@@ -294,20 +333,20 @@ class BulkServer:
                 time.sleep(_NO_DESCRIPTOR_PAUSE_S)
                 continue
             try:
-                self._begin(number, connection, host)
+                self._start_thread(number, connection, host)
             except (OSError, RuntimeError) as error:
                 _log.warning("%s has no room for a connection: %s", self._name, error)
-                self._leave(number)
+                self._release(number)
                 connection.close()
 
-    def _begin(self, number: int, connection: socket.socket, host: str) -> None:
-        """Give a connection its thread. Raises OSError or RuntimeError where there is no descriptor or thread left."""
+    def _start_thread(self, number: int, connection: socket.socket, host: str) -> None:
+        """Start the thread of a connection. Raises OSError or RuntimeError if no descriptor or thread is left."""
         with self._lock:
-            if self._stopping or len(self._strangers) + len(self._guests) >= self._most:
-                raise OSError(f"there are {self._most} of them")
-            for handle in list(self._strangers.values())[: max(0, len(self._strangers) + 1 - self._most_strangers)]:
+            if self._stopping or len(self._unauthenticated) + len(self._authenticated) >= self._max_connections:
+                raise OSError(f"there are {self._max_connections} of them")
+            for handle in list(self._unauthenticated.values())[: max(0, len(self._unauthenticated) + 1 - self._max_unauthenticated)]:
                 _cut(handle)
-            self._strangers[number] = connection.dup()
+            self._unauthenticated[number] = connection.dup()
         threading.Thread(target=self._serve, args=(number, connection, host), name="bulk", daemon=True).start()
 
     def _serve(self, number: int, plain: socket.socket, host: str) -> None:
@@ -316,24 +355,27 @@ class BulkServer:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with contextlib.closing(self._tls.accept(plain) if self._tls else plain) as connection:
                 with self._lock:
-                    self._guests[number] = self._strangers.pop(number)
+                    self._authenticated[number] = self._unauthenticated.pop(number)
                 connection.settimeout(STALL_S)
                 self._answer_all(connection)
         except OSError as error:
-            self._note(number, host, error)
+            self._log_refusal(number, host, error)
         finally:
-            self._leave(number)
+            self._release(number)
 
-    def _leave(self, number: int) -> None:
+    def _release(self, number: int) -> None:
         with self._lock:
-            for handles in (self._strangers, self._guests):
+            for handles in (self._unauthenticated, self._authenticated):
                 if (handle := handles.pop(number, None)) is not None:
                     handle.close()
 
-    def _note(self, number: int, host: str, error: OSError) -> None:
-        """Log the 1st, 2nd, 4th, ... stranger; what ends a known connection is the business of its other end."""
+    def _log_refusal(self, number: int, host: str, error: OSError) -> None:
+        """Count and log a refused connection, the 1st, 2nd, 4th, ... of them.
+
+        Errors of authenticated connections are left to the consumer, which sees and retries them.
+        """
         with self._lock:
-            if number in self._guests or self._stopping:
+            if number in self._authenticated or self._stopping:
                 return
             self.refused += 1
             count = self.refused
@@ -342,7 +384,7 @@ class BulkServer:
 
     def _answer_all(self, connection: socket.socket) -> None:
         while True:
-            asked = REQUEST.unpack(received(connection, REQUEST.size))
+            asked = REQUEST.unpack(receive_bytes(connection, REQUEST.size))
             try:
                 piece = self._piece(*asked)
             except ProtocolError as error:
@@ -356,35 +398,41 @@ class BulkServer:
 
 
 def _refuse(connection: socket.socket, message: str) -> None:
-    text = message.encode()[:MOST_MESSAGE_BYTES]
+    text = message.encode()[:MAX_MESSAGE_TEXT_BYTES]
     connection.sendall(ANSWER.pack(REFUSED, len(text)) + text)
 
 
 def _cut(connection: socket.socket) -> None:
-    """End a connection whose thread is at work: that finds it closed, and gives it up."""
+    """Shut down a connection; its thread sees the end and stops."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 class BulkConnection:
-    """Is one connection to the ``BulkServer`` at ``host`` and ``port``, made at the first request; plain without
-    ``tls``. One thread uses it. An error breaks it off; the next request makes another one."""
+    """Connection to the ``BulkServer`` at ``host`` and ``port``, unencrypted without ``tls``.
+
+    Opened by the first request, and again by the request after an error. Not thread-safe.
+    """
 
     def __init__(self, tls: RunTls | None, host: str, port: int) -> None:
-        self._tls, self._address = tls, (host, port)
+        self._tls = tls
+        self._address = (host, port)
         self._name = f"{host}:{port}"
         self._connection: socket.socket | None = None
 
     def fetch(self, transfer: bytes, piece: Piece, into: memoryview, deadline: float) -> None:
-        """Fill ``into`` with a piece. Raises PeerLost for a connection that broke or could not be made, FetchTimeout
-        after ``deadline`` (process_clock.now), DataError for what the peer says instead."""
+        """Fill ``into`` with a piece.
+
+        Raises PeerLost if the connection breaks or cannot be opened, FetchTimeout after ``deadline``
+        (process_clock.now), and DataError if the peer refuses or sends another piece.
+        """
         message = ""
         try:
-            connection = self._connected(deadline)
+            connection = self._connect(deadline)
             connection.sendall(REQUEST.pack(transfer, *piece))
-            kind, size = ANSWER.unpack(received(connection, ANSWER.size))
-            if kind == REFUSED and size <= MOST_MESSAGE_BYTES:
-                message = received(connection, size).decode("utf-8", "replace")
+            kind, size = ANSWER.unpack(receive_bytes(connection, ANSWER.size))
+            if kind == REFUSED and size <= MAX_MESSAGE_TEXT_BYTES:
+                message = receive_bytes(connection, size).decode("utf-8", "replace")
             elif kind != PIECE or size != into.nbytes:
                 message = f"another piece than {tuple(piece)} was sent"
             else:
@@ -394,7 +442,7 @@ class BulkConnection:
             self.close()
             if process_clock.now() >= deadline:
                 raise FetchTimeout(f"{self._name} did not send all of a transfer before the deadline") from None
-            raise PeerLost(f"{self._name} {_reason(error)}") from None
+            raise PeerLost(f"{self._name} {_describe(error)}") from None
         self.close()
         raise DataError(f"{self._name} broke off a transfer: {message}")
 
@@ -405,7 +453,7 @@ class BulkConnection:
                 self._connection.close()
             self._connection = None
 
-    def _connected(self, deadline: float) -> socket.socket:
+    def _connect(self, deadline: float) -> socket.socket:
         if self._connection is None:
             limit_s = _time_left(deadline, HANDSHAKE_S)
             plain = socket.create_connection(self._address, timeout=limit_s)
@@ -415,7 +463,7 @@ class BulkConnection:
         return self._connection
 
     def _fill(self, connection: socket.socket, into: memoryview, deadline: float) -> None:
-        """Receive in parts, so that a peer that sends one byte now and then does not outlive the deadline."""
+        """Receive in parts, so that a peer that trickles bytes cannot exceed the deadline."""
         for start in range(0, into.nbytes, CALL_BYTES):
             connection.settimeout(_time_left(deadline, STALL_S))
             receive(connection, into[start : start + CALL_BYTES], deadline)
@@ -428,7 +476,7 @@ def _time_left(deadline: float, at_most: float) -> float:
     return min(left, at_most)
 
 
-def _reason(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return f"refused the certificate of this run, or has another one: {error.reason or error}"
     if isinstance(error, TimeoutError):

@@ -1,11 +1,12 @@
-"""Encodes samples as frames and back (docs/reference/dataflow.md 2, wire encoding).
+"""Wire encoding of samples as frames (docs/reference/dataflow.md 2).
 
 Frame 0 is a msgpack header ``{fmt, ids, metadata, keys: [{k, dtype, trailing, lens_frame, lens_offset,
 sequences, frame, offset, nbytes}]}``; a metadata-only sample has no ``frame``. Lengths travel as int64
 (values, then sample offsets). Tensors are raw little-endian bytes: those of 4 KiB and more in a frame of
-their own without a copy, all other buffers share frame 1 at 64-byte steps. Nothing is ever cast. Metadata that would
-make the header large (transcripts) goes into a frame of its own, ``metadata_frame``: a msgpack map of
-columns, read with the number of samples known, so that reading never builds more than the frame has bytes for.
+their own without a copy, all other buffers share frame 1 at 64-byte steps. Dtypes are never converted.
+Metadata that would make the header large (transcripts) goes into a frame of its own,
+``metadata_frame``: a msgpack map of columns. The reader knows the number of samples, so it never
+allocates more objects than the frame has bytes for.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ if TYPE_CHECKING:
 
 
 FORMAT = 1
+"""Version of the encoding, field ``fmt`` of the header."""
 MAX_FRAMES = 4096
 MAX_FRAME_BYTES = 1 << 30
 MAX_MESSAGE_BYTES = 4 << 30
 MAX_TRAILING_DIMS = 8
-"""Number of dimensions of a key's values behind the sequence at most."""
+"""Maximum number of dimensions of a key's values after the sequence dimension."""
 SHARED_BELOW = 4096
 """Size in bytes below which a tensor goes into the shared frame."""
 ALIGNMENT = 64
+"""Offsets in the shared frame are multiples of this many bytes, a cache line."""
 _ENTRY: dict[str, type] = {
     "k": str,
     "dtype": str,
@@ -44,25 +47,32 @@ _ENTRY: dict[str, type] = {
     "lens_frame": int,
     "lens_offset": int,
 }
+"""Fields of each entry of ``keys``, with their types."""
 _ENTRY_TYPES = tuple(_ENTRY.values())
 _ENTRY_FIELDS = itemgetter(*_ENTRY)
-_NOTHING = memoryview(b"")
+_EMPTY = memoryview(b"")
 
 
 def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
-    """Encode a sample as frames. Large tensors are views of the sample's own storage: send them before it is freed.
-    Raises CodecError when a limit of docs/reference/dataflow.md 6 is exceeded."""
+    """Encode a sample as frames.
+
+    Large tensors are views of the sample's own storage: send them before it is freed. Raises
+    CodecError if a limit of docs/reference/dataflow.md 6 is exceeded.
+    """
     shared = _SharedFrame()
     frames: list[bytes | memoryview] = []
     keys: list[dict[str, Any]] = []
-    known: dict[int, int] = {}
-    data, dtypes, trailing = sample.data, sample.dtypes, sample.trailing_shapes
+    # Keys whose values have equal lengths share one Lengths object, which is written once.
+    offset_of_lengths: dict[int, int] = {}
+    data = sample.data
+    dtypes = sample.dtypes
+    trailing = sample.trailing_shapes
     for key in sorted(sample.keys):
         lengths = sample.lengths(key)
-        lens_offset = known.get(id(lengths))
+        lens_offset = offset_of_lengths.get(id(lengths))
         if lens_offset is None:
             lens = np.concatenate([lengths.values, lengths.offsets]).astype("<i8", copy=False).tobytes()
-            lens_offset = known[id(lengths)] = shared.add(lens)
+            lens_offset = offset_of_lengths[id(lengths)] = shared.add(lens)
         entry: dict[str, Any] = {
             "k": key,
             "dtype": dtypes[key],
@@ -75,10 +85,12 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
             raw = tensor_bytes(data[key])
             entry["nbytes"] = raw.nbytes
             if raw.nbytes < SHARED_BELOW:
-                entry["frame"], entry["offset"] = 1, shared.add(raw)
+                entry["frame"] = 1
+                entry["offset"] = shared.add(raw)
             else:
                 frames.append(raw)
-                entry["frame"], entry["offset"] = len(frames) + 1, 0
+                entry["frame"] = len(frames) + 1
+                entry["offset"] = 0
         keys.append(entry)
     fields = {"fmt": FORMAT, "ids": list(sample.ids), "metadata": sample.metadata, "keys": keys}
     if data is None:
@@ -93,17 +105,21 @@ def encode_sample(sample: SequenceSample) -> list[bytes | memoryview]:
 
 
 def decode_sample(frames: Sequence[Any]) -> SequenceSample:
-    """Decode the sample in these frames (any buffers). Tensors are views of frames that are writable and aligned, and
-    copies otherwise. Raises CodecError on anything malformed, before memory is allocated for it."""
+    """Decode a sample from frames (any buffers).
+
+    Tensors are views of the frames where these are writable and aligned, else copies. Raises
+    CodecError on anything malformed, before memory is allocated for it.
+    """
     views = [memoryview(frame).cast("B") for frame in frames]
     _check_limits([view.nbytes for view in views])
     try:
         header = unpack_map(views[0], MAX_HEADER_BYTES)
         if header.get("fmt") != FORMAT:
             raise CodecError(f"sample format {header.get('fmt')!r}, expected {FORMAT}")
-        ids, metadata = field(header, "ids", list), field(header, "metadata", dict)
+        ids = field(header, "ids", list)
+        metadata = field(header, "metadata", dict)
         if "metadata_frame" in header:
-            metadata = unpack_metadata(_whole(views, field(header, "metadata_frame", int)), len(ids))
+            metadata = unpack_metadata(_metadata_frame(views, field(header, "metadata_frame", int)), len(ids))
         meta_only = header.get("meta_only", False)
         known: dict[bytes | tuple[int, int, int], Lengths] = {}
         entries = [_Entry.read(item, len(ids), views, bool(meta_only), known) for item in field(header, "keys", list)]
@@ -126,13 +142,15 @@ def decode_sample(frames: Sequence[Any]) -> SequenceSample:
 
 
 class _Entry(NamedTuple):
-    """Describes one key of the header, checked against the frames."""
+    """One key of the header, validated against the frames."""
 
     key: str
     dtype: str
     trailing: tuple[int, ...]
+    """Shape of the values after the sequence dimension."""
     lengths: Lengths
     raw: memoryview
+    """Raw little-endian bytes of the tensor; empty for a metadata-only sample."""
 
     @staticmethod
     def read(
@@ -142,10 +160,13 @@ class _Entry(NamedTuple):
         meta_only: bool,
         known: dict[bytes | tuple[int, int, int], Lengths],
     ) -> _Entry:
-        """Read and check one entry. ``known``: lengths of keys read before; keys of equal lengths share them."""
+        """Parse and validate one entry. Raises CodecError.
+
+        known: lengths of keys read before, by place and by bytes; keys of equal lengths share them.
+        """
         if not isinstance(item, dict):
             raise CodecError("an entry of keys is not a map")
-        key, dtype, trailing, sequences, lens_frame, lens_offset = _typed(item)
+        key, dtype, trailing, sequences, lens_frame, lens_offset = _read_fields(item)
         if dtype not in ITEMSIZE:
             raise CodecError(f"key {key!r}: dtype {dtype!r} is not allowed")
         if trailing and (len(trailing) > MAX_TRAILING_DIMS or not all(type(d) is int and d >= 0 for d in trailing)):
@@ -155,15 +176,15 @@ class _Entry(NamedTuple):
         place = (lens_frame, lens_offset, sequences)
         lengths = known.get(place)
         if lengths is None:
-            lens = bytes(_slice(views, *place[:2], 8 * (sequences + samples + 1), key))
-            lengths = known[place] = known[lens] = known.get(lens) or _lengths(lens, sequences, key)
+            lens = bytes(_slice_frame(views, *place[:2], 8 * (sequences + samples + 1), key))
+            lengths = known[place] = known[lens] = known.get(lens) or _decode_lengths(lens, sequences, key)
         if meta_only:
-            return _Entry(key, dtype, tuple(trailing), lengths, _NOTHING)
+            return _Entry(key, dtype, tuple(trailing), lengths, _EMPTY)
         expected = lengths.total() * math.prod(trailing) * ITEMSIZE[dtype]
         nbytes = field(item, "nbytes", int)
         if nbytes != expected:
             raise CodecError(f"key {key!r}: {nbytes} bytes, lengths and shape say {expected}")
-        raw = _slice(views, field(item, "frame", int), field(item, "offset", int), nbytes, key)
+        raw = _slice_frame(views, field(item, "frame", int), field(item, "offset", int), nbytes, key)
         return _Entry(key, dtype, tuple(trailing), lengths, raw)
 
     def tensor(self) -> Tensor:
@@ -173,14 +194,14 @@ class _Entry(NamedTuple):
 
 
 class _SharedFrame:
-    """Collects small buffers in one frame, each at a multiple of ALIGNMENT."""
+    """Builder of one frame from small buffers, each at a multiple of ALIGNMENT."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._size = 0
 
     def add(self, raw: bytes | memoryview) -> int:
-        """Append bytes at the next aligned offset, and return that."""
+        """Append bytes at the next aligned offset; return the offset."""
         offset = self._size
         padding = -len(raw) % ALIGNMENT
         self._parts += [bytes(raw), bytes(padding)]
@@ -188,12 +209,12 @@ class _SharedFrame:
         return offset
 
     def frame(self) -> bytes:
-        """Return the frame as it is sent."""
+        """Return the whole frame."""
         return b"".join(self._parts)
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """View the raw bytes of a tensor; nothing is copied when it is contiguous on the CPU."""
+    """Return a view of the raw bytes of a tensor, without a copy if it is contiguous on the CPU."""
     import torch
 
     try:
@@ -208,7 +229,10 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
-    """Make a tensor over raw bytes and keep them alive; the bytes are copied when they are read-only or misaligned."""
+    """Build a tensor over raw bytes, which it keeps alive. Read-only or misaligned bytes are copied.
+
+    tag: dtype as in ``realhf.api.keys``.
+    """
     import torch
 
     dtype = getattr(torch, TORCH_NAMES[tag])
@@ -220,8 +244,8 @@ def bytes_tensor(raw: memoryview, tag: str, shape: Sequence[int]) -> Tensor:
     return flat if len(shape) == 1 else flat.reshape(tuple(shape))
 
 
-def _typed(item: dict[str, Any]) -> Sequence[Any]:
-    """Return the fields that every entry has, checked for their types."""
+def _read_fields(item: dict[str, Any]) -> Sequence[Any]:
+    """Return the fields that every entry has, in the order of ``_ENTRY``. Raises CodecError or ProtocolError."""
     try:
         values = _ENTRY_FIELDS(item)
     except KeyError as error:
@@ -231,7 +255,7 @@ def _typed(item: dict[str, Any]) -> Sequence[Any]:
     return values
 
 
-def _slice(views: Sequence[memoryview], frame: int, offset: int, nbytes: int, key: str) -> memoryview:
+def _slice_frame(views: Sequence[memoryview], frame: int, offset: int, nbytes: int, key: str) -> memoryview:
     if not 1 <= frame < len(views):
         raise CodecError(f"key {key!r}: frame {frame} of {len(views)}")
     if offset < 0 or offset + nbytes > views[frame].nbytes:
@@ -239,15 +263,17 @@ def _slice(views: Sequence[memoryview], frame: int, offset: int, nbytes: int, ke
     return views[frame][offset : offset + nbytes]
 
 
-def _whole(views: Sequence[memoryview], frame: int) -> memoryview:
+def _metadata_frame(views: Sequence[memoryview], frame: int) -> memoryview:
     if not 1 <= frame < len(views):
         raise CodecError(f"metadata in frame {frame} of {len(views)}")
     return views[frame]
 
 
-def _lengths(raw: bytes, sequences: int, key: str) -> Lengths:
+def _decode_lengths(raw: bytes, sequences: int, key: str) -> Lengths:
     numbers: IntArray = np.frombuffer(raw, dtype="<i8").astype(np.int64)
-    values, offsets = numbers[:sequences], numbers[sequences:]
+    values = numbers[:sequences]
+    offsets = numbers[sequences:]
+    # Read as unsigned, a negative length is larger than the limit: one comparison finds both.
     if sequences and np.maximum.reduce(values.view(np.uint64)) > MAX_MESSAGE_BYTES:
         raise CodecError(f"key {key!r}: a sequence length is negative or absurd")
     return Lengths(values, offsets)
@@ -263,14 +289,13 @@ def _check_limits(sizes: Sequence[int]) -> None:
 
 
 INLINE_BYTES = 256 << 10
-"""Size up to which a header holds the metadata itself."""
+"""Header size up to which the header itself holds the metadata."""
 MAX_METADATA_BYTES = 32 << 20
 MAX_COLUMNS = 1024
 
 
 def pack_metadata(metadata: Mapping[str, Sequence[Any]]) -> bytes:
-    """Encode the columns as one frame. Raises CodecError when they exceed the limits, with the column that is
-    largest."""
+    """Encode the columns as one frame. Raises CodecError naming the largest column if they exceed the limits."""
     packed = cast(bytes, msgpack.packb(dict(metadata)))
     if len(metadata) > MAX_COLUMNS:
         raise CodecError(f"metadata of {len(metadata)} columns, allowed are {MAX_COLUMNS}")
@@ -292,7 +317,8 @@ def unpack_metadata(frame: memoryview, samples: int) -> dict[str, list[Any]]:
             raise CodecError(f"metadata of {names} columns, allowed are {MAX_COLUMNS}")
         columns: dict[str, list[Any]] = {}
         for _ in range(names):
-            name, count = unpacker.unpack(), unpacker.read_array_header()
+            name = unpacker.unpack()
+            count = unpacker.read_array_header()
             if not isinstance(name, str) or name in columns:
                 raise CodecError(f"{name!r:.60} is no name of a metadata column, or there twice")
             if count != samples:

@@ -1,4 +1,4 @@
-"""Packs and checks messages of the request-reply protocol: a msgpack header frame and a msgpack payload frame.
+"""Messages of the request-reply protocol: a msgpack header frame and a msgpack payload frame.
 
 Header fields: ``v`` protocol version, ``kind``, ``run`` id, ``session`` of the worker's process; requests add ``id``
 (16 random bytes), ``no`` (call number on the ordered lane, 0 on the immediate lane), ``handler``, ``mfc``, ``step`` and
@@ -16,15 +16,19 @@ import msgpack
 from realhf.transport.errors import OtherProtocol, ProtocolError
 
 PROTOCOL = 3
+"""Version of the protocol; all processes of a run have the same one."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 MAX_DEPTH = 16
+"""Nesting levels of a header."""
 MAX_HEADER_ITEMS = 1 << 16
-"""Number of entries that a list or map of a header may have."""
+"""Maximum number of entries in a list or map of a header."""
 COUNTED_FROM_BYTES = 1 << 20
+"""Payload size from which lists and maps are counted while decoding."""
 MAX_PAYLOAD_CONTAINERS = 1 << 20
-"""Number of lists and maps in a payload. An empty list is one byte on the wire and 64 in memory, so that the limit of
-bytes alone lets one message take gigabytes. Payloads below ``COUNTED_FROM_BYTES`` cannot, and are not counted."""
+"""Maximum number of lists and maps in a payload. An empty list takes one byte on the wire and 64 in
+memory, so a limit on bytes alone would let one message allocate gigabytes. Payloads smaller than
+``COUNTED_FROM_BYTES`` cannot."""
 HIGH_WATER_MARK = 10_000
 """Number of messages that a socket queues per peer."""
 
@@ -33,13 +37,13 @@ T = TypeVar("T")
 
 def pack_header(kind: str, run: str, session: bytes, **fields: Any) -> bytes:
     """Encode a header. Raises ProtocolError when it exceeds its limit."""
-    header = _packed({"v": PROTOCOL, "kind": kind, "run": run, "session": session, **fields})
+    header = _pack({"v": PROTOCOL, "kind": kind, "run": run, "session": session, **fields})
     if len(header) > MAX_HEADER_BYTES:
         raise ProtocolError(f"{kind} header of {len(header)} bytes exceeds {MAX_HEADER_BYTES}")
     return header
 
 
-def _packed(value: Any) -> bytes:
+def _pack(value: Any) -> bytes:
     return cast(bytes, msgpack.packb(value))
 
 
@@ -67,6 +71,7 @@ def unpack_map(frame: Any, limit: int) -> dict[str, Any]:
 
 
 def _check_depth(value: Any) -> None:
+    # Level by level rather than by recursion: the depth is what is limited here.
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         children = [item.values() if type(item) is dict else item for item in level]
@@ -79,7 +84,7 @@ def _check_depth(value: Any) -> None:
 def pack_payload(value: Any) -> bytes:
     """Encode a payload. Raises ProtocolError when the value is not plain data or too large for the control path."""
     try:
-        payload = _packed(value)
+        payload = _pack(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise ProtocolError(f"payload cannot be sent: {error}") from None
     if len(payload) > MAX_PAYLOAD_BYTES:
@@ -90,8 +95,11 @@ def pack_payload(value: Any) -> bytes:
 
 
 def unpack_payload(frames: Sequence[Any]) -> Any:
-    """Decode the single payload frame after the header; None when there is none. Raises ProtocolError for one that is
-    too large, on the wire or as objects, or no msgpack of plain data."""
+    """Decode the payload frame after the header; return None if there is none.
+
+    Raises ProtocolError for more than one frame, for a payload that is too large (on the wire or as
+    objects), and for anything but msgpack of plain data.
+    """
     if not frames:
         return None
     if len(frames) > 1:
@@ -107,18 +115,19 @@ def unpack_payload(frames: Sequence[Any]) -> Any:
 
 
 def _container_counter() -> Callable[[T], T]:
-    found = itertools.count(1)
+    """Build a hook for msgpack that raises ProtocolError at one container too many."""
+    numbers = itertools.count(1)
 
-    def counted(container: T) -> T:
-        if next(found) > MAX_PAYLOAD_CONTAINERS:
+    def count(container: T) -> T:
+        if next(numbers) > MAX_PAYLOAD_CONTAINERS:
             raise ProtocolError(f"payload of more than {MAX_PAYLOAD_CONTAINERS} lists and maps")
         return container
 
-    return counted
+    return count
 
 
 def field(header: dict[str, Any], name: str, kind: type[T]) -> T:
-    """Return a header field of the given type. Raises ProtocolError when it is absent or of another type."""
+    """Return a header field of the given type. Raises ProtocolError if it is missing or of another type."""
     value = header.get(name)
     if type(value) is kind:
         return value

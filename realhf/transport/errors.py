@@ -1,4 +1,4 @@
-"""Defines what can go wrong between processes. Every message names the peer."""
+"""Errors of communication between processes. Every message names the peer."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 
 
 class TransportError(Exception):
-    """Is the base of all errors of this package."""
+    """Base of all errors of this package."""
 
 
 class NetworkError(TransportError, ValueError):
-    """Is raised for an address or keys that a run cannot use; the message names the option."""
+    """An address or keys that a run cannot use; the message names the option."""
 
 
 class AddressTaken(TransportError):
-    """Is raised when nothing can listen on an address now, as another socket does."""
+    """An address that another socket listens on."""
 
 
 class CodecError(TransportError, ValueError):
-    """Is raised for frames that are not a well-formed sample."""
+    """Frames that are not a well-formed sample."""
 
 
 class RpcError(TransportError):
-    """Is the base of the errors of a remote call."""
+    """Base of the errors of a remote call."""
 
 
 class ProtocolError(RpcError):
-    """Is raised for a message that breaks the protocol: malformed, too large, refused, or out of call order."""
+    """A message that breaks the protocol: malformed, too large, refused, or out of call order."""
 
 
 class OtherProtocol(ProtocolError):
-    """Is raised for a message of another version of the protocol; ``header`` is what it says."""
+    """A message of another protocol version; ``header`` is its decoded header."""
 
     def __init__(self, header: dict[str, Any], expected: int) -> None:
         super().__init__(f"protocol version {header.get('v')!r:.40}, expected {expected}")
@@ -39,23 +39,24 @@ class OtherProtocol(ProtocolError):
 
 
 class RpcTimeout(RpcError, TimeoutError):
-    """Is raised when a deadline passed; the message names the worker, the handler and the worker's last known state."""
+    """A call without an answer by its deadline. The message names the worker, the handler and the
+    worker's last known state."""
 
 
 class CallCancelled(RpcError):
-    """Answers a call that was cancelled before the worker began it, so that it never ran."""
+    """A call that was cancelled before the worker began it, so it never ran."""
 
 
 LOST_MASTER = "lost the master at"
-"""Stands in the message of every MasterLost."""
+"""Part of the message of every MasterLost."""
 
 
 class MasterLost(RpcError):
-    """Is raised in a worker when the master is gone."""
+    """The loss of the master, raised in a worker."""
 
 
 class WorkerDied(RpcError):
-    """Is raised when a worker is gone: all its calls in flight fail with this."""
+    """The loss of a worker, raised for each of its calls in flight."""
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"worker {worker!r} died: {reason}")
@@ -64,7 +65,7 @@ class WorkerDied(RpcError):
 
 
 class RemoteError(RpcError):
-    """Is raised when a handler raised. The text ends with the remote traceback."""
+    """An exception in the handler of a call. The text ends with the remote traceback."""
 
     def __init__(
         self, *, worker: str, handler: str, mfc: str, step: int, kind: str, message: str, remote_traceback: str
@@ -81,15 +82,15 @@ class RemoteError(RpcError):
 
 
 class DataError(TransportError):
-    """Is the base of the errors of tensor storage and exchange."""
+    """Base of the errors of tensor storage and exchange."""
 
 
 class DuplicateDataError(DataError):
-    """Is raised when a value that is stored already is stored again by another producer call."""
+    """A value that another producer call has already stored."""
 
 
 class DataMissing(DataError, KeyError):
-    """Is raised for values that the owner does not hold. ``missing`` lists them as (sample id, key)."""
+    """Values that the owner does not hold. ``missing`` lists them as (sample id, key)."""
 
     def __init__(self, owner: str, missing: Sequence[tuple[str, str]]) -> None:
         shown = ", ".join(f"{key} of {sample}" for sample, key in missing[:8])
@@ -103,8 +104,8 @@ class DataMissing(DataError, KeyError):
 
 
 class PeerLost(DataError, ConnectionError):
-    """Is raised when the peer of a tensor transfer cannot be reached or closed the connection."""
+    """A peer of a tensor transfer that is unreachable or closed the connection."""
 
 
 class FetchTimeout(DataError, TimeoutError):
-    """Is raised when a tensor transfer passed its deadline."""
+    """A tensor transfer that missed its deadline."""

@@ -1,8 +1,9 @@
-"""Pushes finished samples from many producers to the receivers of a run, as requests of ``realhf.transport.service``.
+"""Push stream of finished samples from producers to the receivers of a run, over ``realhf.transport.service``.
 
-A receiver says first how many samples of a producer may be open (``credits``). A sample is a request (``push``), whose
-answer says that it is safe and may be forgotten. What is not answered when a connection ends is sent again on the next
-one: a sample may arrive twice, and whoever takes it knows it by (id, attempt).
+A receiver first grants each producer a number of unacknowledged samples (``credits``). A sample is a
+request (``push``); its answer acknowledges that the sample is stored, and the producer drops it. Requests
+without an answer when a connection ends are sent again on the next one. A sample may therefore arrive
+twice; the consumer recognises it by (id, attempt).
 
 Source: docs/reference/dataflow.md 9, StreamDataset.
 """
@@ -27,26 +28,29 @@ from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.service import Request, Requests, ServiceClient
 from realhf.transport.sockets import Frame, Listener
 
-CREDITS, PUSH = "credits", "push"
+CREDITS = "credits"
+PUSH = "push"
 MAX_CREDITS = 1 << 16
 
 
 class StreamFailed(TransportError):
-    """Is raised when this end of a stream no longer works, or is closed."""
+    """An end of a stream that has failed or is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamMessage:
-    """Holds one sample as it arrived. ``frames`` are buffers that stay valid while they are referred to."""
+    """One sample as it arrived."""
 
     producer: str
     id: str
     attempt: int
+    """Attempt at this sample, from 0."""
     frames: list[Any]
+    """Encoded sample, as buffers that stay valid as long as they are referenced."""
 
 
 def check_frames(frames: Sequence[Any]) -> int:
-    """Count the bytes of a sample's frames. Raises ProtocolError when they are too many or too large."""
+    """Return the total bytes of a sample's frames. Raises ProtocolError if they exceed the limits."""
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise ProtocolError(f"{len(frames)} frames, allowed 1 to {MAX_FRAMES}")
     sizes = [memoryview(frame).nbytes for frame in frames]
@@ -56,8 +60,9 @@ def check_frames(frames: Sequence[Any]) -> int:
 
 
 def read_sample(request: Request) -> StreamMessage:
-    """Return the sample in a request. Raises ProtocolError for what is none."""
-    id, attempt = field(request.header, "sample", str), field(request.header, "attempt", int)
+    """Parse the sample of a push request. Raises ProtocolError for an invalid name, id, attempt or size."""
+    id = field(request.header, "sample", str)
+    attempt = field(request.header, "attempt", int)
     if not 1 <= len(request.client.encode(errors="replace")) <= MAX_ID_BYTES:
         raise ProtocolError(f"bad producer name {request.client!r:.60}")
     if len(id.encode(errors="replace")) > MAX_ID_BYTES or attempt < 0:
@@ -68,26 +73,31 @@ def read_sample(request: Request) -> StreamMessage:
     return StreamMessage(request.client, id, attempt, request.payload)
 
 
-def _name(message: StreamMessage) -> tuple[str, str, int]:
+def _sample_key(message: StreamMessage) -> tuple[str, str, int]:
     return message.producer, message.id, message.attempt
 
 
 @dataclass(eq=False)
-class _Way:
-    """The way to one receiver. ``granted``: samples that may be open at once; 0 until the receiver has said so."""
+class _ReceiverLink:
+    """A producer's connection to one receiver."""
 
     client: ServiceClient
     granted: int = 0
+    """Number of samples that may be unacknowledged; 0 until the receiver has answered."""
     open: int = 0
+    """Number of unacknowledged samples."""
     sent_bytes: int = 0
     heard: float = 0.0
+    """Time of the last answer (time.monotonic); 0 before the first."""
 
 
 class StreamProducer:
-    """Pushes each sample to one of several receivers: of those that give credit to the one that it has sent the fewest
-    bytes. A sample stays with the receiver that it was given to, and is kept until that one says that it is safe.
+    """Sender of samples to several receivers.
 
-    Belongs to the event loop that runs when it is made; no method may be called from another thread.
+    Each sample goes to the receiver with credit that this producer has sent the fewest bytes. It stays with that
+    receiver, and is kept here until the receiver acknowledges it.
+
+    Belongs to the event loop that runs when it is created; no method may be called from another thread.
     """
 
     def __init__(self, endpoints: Sequence[str], name: str, run_id: str, *, network: Network = LOOPBACK) -> None:
@@ -95,44 +105,45 @@ class StreamProducer:
         self._changed = asyncio.Event()
         self._turn = asyncio.Lock()
         self._failure = ""
-        self.ways = [
-            _Way(ServiceClient(endpoint, "the stream receiver", name, run_id, network, lasting=True))
+        self.links = [
+            _ReceiverLink(ServiceClient(endpoint, "the stream receiver", name, run_id, network, lasting=True))
             for endpoint in endpoints
         ]
-        for way in self.ways:
-            self._ask(way, CREDITS)
-        # Producers begin with different receivers: each may have one sample to send.
+        for link in self.links:
+            self._ask(link, CREDITS)
+        # Producers begin with different receivers, since each may have only one sample to send.
         first = zlib.crc32(name.encode()) % len(endpoints)
-        self._order = [*self.ways[first:], *self.ways[:first]]
+        self._order = [*self.links[first:], *self.links[:first]]
 
     @property
     def unacked(self) -> int:
-        """Number of samples pushed that are not known to be safe."""
-        return sum(way.open for way in self.ways)
+        """Number of samples that were pushed and not acknowledged."""
+        return sum(link.open for link in self.links)
 
     async def push(self, id: str, attempt: int, frames: Sequence[Frame], *, timeout_s: float) -> None:
-        """Wait for a receiver that gives credit, send it the sample and keep it. Callers take turns. The buffers must
-        not change until the sample is safe.
+        """Wait for a receiver with credit and send it the sample. Callers are served in order.
 
-        Raises TimeoutError (naming all receivers) when none gives credit, ProtocolError when the frames exceed the
-        limits of the wire, StreamFailed when the producer is closed, or any receiver refuses its keys or is not
-        reached.
+        The buffers must not change until the sample is acknowledged. Raises TimeoutError (naming all
+        receivers) if none gives credit within ``timeout_s`` seconds, ProtocolError if the frames exceed
+        the limits of the wire, and StreamFailed if the producer is closed, or any receiver refuses its
+        keys or is unreachable.
         """
         nbytes = check_frames(frames)
-        if not self._turn.locked() and (way := self._with_credit()) is not None:
-            self._give(way, id, attempt, frames, nbytes)  # without a deadline and a turn, which cost as much again
+        if not self._turn.locked() and (link := self._find_receiver()) is not None:
+            # The common case needs no timeout and no lock, which would double the cost of a push.
+            self._send_sample(link, id, attempt, frames, nbytes)
             return
         try:
             async with asyncio.timeout(timeout_s), self._turn:
-                while (way := self._with_credit()) is None:
+                while (link := self._find_receiver()) is None:
                     self._changed.clear()
                     await self._changed.wait()
-                self._give(way, id, attempt, frames, nbytes)
+                self._send_sample(link, id, attempt, frames, nbytes)
         except TimeoutError:
-            raise TimeoutError("; ".join(self._silence(way, timeout_s) for way in self.ways)) from None
+            raise TimeoutError("; ".join(self._describe_silence(link, timeout_s) for link in self.links)) from None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Wait until every sample is safe; return False when some are not after ``timeout_s`` seconds."""
+        """Wait until every sample is acknowledged; return False if some are not after ``timeout_s`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.unacked and not self._failure:
@@ -141,55 +152,55 @@ class StreamProducer:
         return not self.unacked
 
     def close(self) -> None:
-        """Release the sockets. What is not known to be safe is not sent again."""
+        """Release the sockets. Unacknowledged samples are not sent again."""
         self._failure = f"the producer {self._name!r} is closed"
         self._changed.set()
-        for way in self.ways:
-            way.client.close()
+        for link in self.links:
+            link.client.close()
 
-    def _with_credit(self) -> _Way | None:
+    def _find_receiver(self) -> _ReceiverLink | None:
         if self._failure:
             raise StreamFailed(self._failure)
-        ready = [way for way in self._order if way.open < way.granted]
-        return min(ready, key=lambda way: way.sent_bytes) if ready else None
+        ready = [link for link in self._order if link.open < link.granted]
+        return min(ready, key=lambda link: link.sent_bytes) if ready else None
 
-    def _give(self, way: _Way, id: str, attempt: int, frames: Sequence[Frame], nbytes: int) -> None:
+    def _send_sample(self, link: _ReceiverLink, id: str, attempt: int, frames: Sequence[Frame], nbytes: int) -> None:
         try:
-            self._ask(way, PUSH, *frames, sample=id, attempt=attempt)
+            self._ask(link, PUSH, *frames, sample=id, attempt=attempt)
         except PeerLost as error:
             raise StreamFailed(str(error)) from None
-        way.open += 1
-        way.sent_bytes += nbytes
+        link.open += 1
+        link.sent_bytes += nbytes
 
-    def _ask(self, way: _Way, method: str, *frames: Frame, **fields: Any) -> None:
-        way.client.begin(method, *frames, **fields).add_done_callback(partial(self._answered, way, method))
+    def _ask(self, link: _ReceiverLink, method: str, *frames: Frame, **fields: Any) -> None:
+        link.client.begin(method, *frames, **fields).add_done_callback(partial(self._on_answer, link, method))
 
-    def _answered(self, way: _Way, method: str, answer: asyncio.Future[Any]) -> None:
+    def _on_answer(self, link: _ReceiverLink, method: str, answer: asyncio.Future[Any]) -> None:
         if error := answer.exception():
             self._failure = self._failure or str(error)
         else:
-            way.heard = time.monotonic()
+            link.heard = time.monotonic()
             if method == CREDITS:
-                way.granted = answer.result()
+                link.granted = answer.result()
             else:
-                way.open -= 1
+                link.open -= 1
         self._changed.set()
 
-    def _silence(self, way: _Way, timeout_s: float) -> str:
-        heard = f"heard of {time.monotonic() - way.heard:.1f} s ago" if way.heard else "never heard of"
+    def _describe_silence(self, link: _ReceiverLink, timeout_s: float) -> str:
+        heard = f"heard of {time.monotonic() - link.heard:.1f} s ago" if link.heard else "never heard of"
         return (
-            f"the stream receiver at {way.client.endpoint} gave {self._name!r} no credit within {timeout_s:g} s"
-            f" ({way.open} samples are not acknowledged, {heard})"
+            f"the stream receiver at {link.client.endpoint} gave {self._name!r} no credit within {timeout_s:g} s"
+            f" ({link.open} samples are not acknowledged, {heard})"
         )
 
 
 class StreamReceiver(Listener):
-    """Listens in ``network`` and hands over every sample of this run; again when it is sent again after its ``ack``.
+    """Listener that delivers every sample of this run; a sample that is sent again after its ``ack``, again.
 
-    ``deliver`` is called on the receiver's thread with all that has arrived; what it raises ends the receiver. A sample
-    counts as open for its producer until ``ack``; a producer may have ``credits`` open ones. One that is sent again
-    while it is open takes no more memory, however often that is. Samples without an ack stay with their producers when
-    it is closed.
+    ``deliver`` is called on the receiver's thread with all samples that have arrived; an exception in it
+    ends the receiver. A producer may have ``credits`` samples without an ``ack``. A sample that is sent
+    again before its ``ack`` is delivered once and takes no more memory. Samples without an ``ack`` when
+    the receiver is closed stay with their producers.
     """
 
     def __init__(
@@ -211,22 +222,21 @@ class StreamReceiver(Listener):
             network.context(),
             network.listen,
             Requests(run_id, self._handle, self.send, unpack=list).take,
-            after=self._hand_over,
+            after=self._deliver_batch,
             most_bytes=MAX_FRAME_BYTES,
-            ahead=0,  # no more answers than requests wait for a producer that does not read
+            ahead=0,  # a producer that does not read has no more answers queued than requests
             copy=False,
         )
         self.start()
 
     def ack(self, messages: Iterable[StreamMessage]) -> None:
-        """Tell their producers that these samples are safe. May be called from any thread. Raises StreamFailed when the
-        receiver has ended."""
+        """Acknowledge samples to their producers. Thread-safe. Raises StreamFailed if the receiver has ended."""
         self.check()
         self._acked.extend(messages)
-        self.wake()  # once: answers from this thread would wake the receiver's for each
+        self.wake()  # once for all: answering from this thread would wake the receiver's for each sample
 
     def check(self) -> None:
-        """Raise StreamFailed when the receiver's thread has failed or ended."""
+        """Raise StreamFailed if the receiver's thread has failed or ended."""
         if self.failure is not None:
             raise StreamFailed(f"the stream receiver at {self.endpoint} failed: {self.failure!r}") from self.failure
         if self.closing:
@@ -237,19 +247,20 @@ class StreamReceiver(Listener):
             request.reply(self._credits)
         elif request.method == PUSH:
             sample = read_sample(request)
-            request.payload = None  # what waits for its answer holds no frames
-            name = _name(sample)
+            request.payload = None  # the frames are delivered; a request that waits for its answer needs none
+            name = _sample_key(sample)
             if name not in self._open:
                 self._batch.append(sample)
-            self._open[name] = request  # the last connection is the one that lives
+            self._open[name] = request  # of several connections of a producer the last one is alive
         else:
             raise ProtocolError(f"{request.method!r:.60} is none of a producer")
 
-    def _hand_over(self) -> None:
+    def _deliver_batch(self) -> None:
         while self._acked:
-            if (request := self._open.pop(_name(self._acked.popleft()), None)) is not None:
+            if (request := self._open.pop(_sample_key(self._acked.popleft()), None)) is not None:
                 request.reply(None)
-        self.flush()  # the delivery may take long
-        batch, self._batch = self._batch, []
+        self.flush()  # before the delivery, which may take long
+        batch = self._batch
+        self._batch = []
         if batch:
             self._deliver(batch)

@@ -1,16 +1,18 @@
-"""Publishes and receives the versions of a policy's weights, by memory file, by shared folder or over the network.
+"""Transfer of policy weights by memory file (``shm``), shared folder (``disk``) or network (``fetch``).
 
-The publisher writes the file, seals it and holds its descriptor; a receiver opens it through the publisher's /proc
-entry. A sealed file cannot change, so it needs no checksum of its own, and there is no name that could be
-left behind: the kernel frees the memory when the last process that uses it lets go, however it ends. Segments of
-``realhf.transport.shared_memory`` are filled again and again, which a slow reader of weights must not suffer.
+- ``shm``: the publisher writes an anonymous memory file, seals it and holds its descriptor; a receiver
+  opens it through the publisher's /proc entry. A sealed file cannot change, so it needs no checksum of
+  its bytes. It has no name that could be left behind: the kernel frees the memory when the last
+  process that uses it ends. The segments of ``realhf.transport.shared_memory`` would not do: they are
+  refilled, possibly before a slow receiver has read the weights.
+- ``disk``: files are written under a temporary name and renamed, so a file whose name ends in
+  ``.safetensors`` is always complete; any safetensors library reads it. The name contains the process
+  that wrote the file. At its start a publisher removes the files of killed publishers from its folder:
+  of processes of this host that have ended, and of its own predecessor on any host. Nothing is synced
+  to the device: recovery starts from a checkpoint, never from these files.
+- ``fetch``: receivers request the bytes in pieces (``realhf.transport.bulk``).
 
-Files are written under a temporary name and renamed, so a name that ends in ``.safetensors`` is always complete; any
-safetensors library reads it. Names carry the process that wrote the file. At its start a publisher removes what killed
-publishers left in its folder: processes of this host that are gone, and its own predecessor, wherever that ran. Nothing
-is synced to the device: recovery starts from a checkpoint, never from these files.
-
-A version stays until it is retired.
+A version stays available until it is retired.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class WeightsError(TransportError):
-    """Is raised when the weights of a manifest did not arrive, or not as the manifest says. Nothing was handed out."""
+    """Weights that did not arrive, or do not match their manifest. No tensor was returned."""
 
     def __init__(self, manifest: WeightsManifest, reason: str) -> None:
         super().__init__(f"weights version {manifest.version} by {manifest.medium}: {reason}")
@@ -57,27 +59,33 @@ class WeightsError(TransportError):
 
 
 class WeightsGone(WeightsError):
-    """Is raised when the publisher no longer serves this version (or has ended): ask for the newest manifest."""
+    """A version that its publisher has retired, or whose publisher has ended. The newest manifest may work."""
 
 
 class WeightsTimeout(WeightsError, TimeoutError):
-    """Is raised when the deadline passed before the weights were complete."""
+    """Weights that were not complete by the deadline."""
 
 
 ALIGNMENT = 64
+"""Tensors start at multiples of this many bytes in a buffer."""
 Buffer = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def layout(tensors: Mapping[str, Tensor], known: Mapping[str, str] = {}) -> tuple[tuple[TensorSlot, ...], int]:
-    """Return the slots of tensors in the order given, with the digests of the tensors, and the size of the buffer (at
-    least one step). ``known``: digests of tensors that are as they were. Raises ValueError on an element type without a
-    tag and on the one name that safetensors files reserve."""
+    """Compute where each tensor lies in a buffer, in the given order, and its digest.
+
+    known: digests of tensors that have not changed, which are not computed again. Returns the slots and
+    the size of the buffer in bytes, at least ALIGNMENT. Raises ValueError for a dtype without a tag, and
+    for the one name that safetensors files reserve.
+    """
     if "__metadata__" in tensors:
         raise ValueError("a tensor cannot be called '__metadata__'")
     slots: list[TensorSlot] = []
-    end, digester = 0, TensorDigester()
+    end = 0
+    digester = TensorDigester()
     for name, tensor in tensors.items():
-        nbytes, tag = tensor.numel() * tensor.element_size(), dtype_tag(tensor.dtype)
+        nbytes = tensor.numel() * tensor.element_size()
+        tag = dtype_tag(tensor.dtype)
         digest = known.get(name) or digester.digest(tensor)
         slots.append(TensorSlot(name, tag, tuple(tensor.shape), end, nbytes, digest))
         end += -(-nbytes // ALIGNMENT) * ALIGNMENT
@@ -85,19 +93,22 @@ def layout(tensors: Mapping[str, Tensor], known: Mapping[str, str] = {}) -> tupl
 
 
 def pack(tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
-    """Copy tensors, from any device and with any strides, into a buffer of zeros."""
+    """Copy tensors, from any device and with any strides, into a zeroed buffer."""
     for slot, view in zip(slots, _views(slots, buffer), strict=True):
         view.copy_(tensors[slot.name].detach())
 
 
 def unpack(manifest: WeightsManifest, buffer: Buffer) -> dict[str, Tensor]:
-    """Make tensors over a buffer, which they keep alive. Raises WeightsError when the checksum differs. A sealed buffer
-    in memory needs none: nobody could have changed it."""
+    """Return tensors by name as views of a buffer, which they keep alive.
+
+    Raises WeightsError if the size or the checksum differs from the manifest. The checksum of a sealed
+    memory file is not computed, since nothing can have changed the bytes.
+    """
     if len(buffer) != manifest.nbytes:
         raise WeightsError(manifest, f"{len(buffer)} bytes, the manifest says {manifest.nbytes}")
-    found = manifest.digest if manifest.medium == "shm" else checksum(buffer)
-    if found != manifest.checksum:
-        raise WeightsError(manifest, f"checksum {found}, the manifest says {manifest.checksum}")
+    actual = manifest.digest if manifest.medium == "shm" else checksum(buffer)
+    if actual != manifest.checksum:
+        raise WeightsError(manifest, f"checksum {actual}, the manifest says {manifest.checksum}")
     views = _views(manifest.slots, buffer)
     return {slot.name: view for slot, view in zip(manifest.slots, views, strict=True)}
 
@@ -108,7 +119,7 @@ def checksum(buffer: Buffer) -> str:
 
 
 def check_manifest(manifest: WeightsManifest) -> None:
-    """Raise WeightsError on slots that contradict themselves or the size of the buffer."""
+    """Raise WeightsError if slots are inconsistent in themselves or with the size of the buffer."""
     if manifest.version < 0 or manifest.nbytes < ALIGNMENT:
         raise WeightsError(manifest, f"a manifest of {manifest.nbytes} bytes")
     end = 0
@@ -139,7 +150,7 @@ def _views(slots: tuple[TensorSlot, ...], buffer: Buffer) -> list[Tensor]:
 
 
 class MemoryFile:
-    """Owns one version's buffer. Raises OSError when the system has no memory left."""
+    """Sealed memory file of one version. Raises OSError if the system is out of memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int) -> None:
         self.checksum = joint_digest({slot.name: slot.digest for slot in slots})
@@ -156,7 +167,7 @@ class MemoryFile:
         self.location = f"{os.getpid()}:{self._descriptor}:{os.fstat(self._descriptor).st_ino}:{host_token()}"
 
     def close(self) -> None:
-        """Let go of the file; receivers that have opened it keep it until their tensors are gone."""
+        """Close the file. Receivers that have opened it keep its memory as long as their tensors exist."""
         os.close(self._descriptor)
 
 
@@ -172,7 +183,7 @@ def _fill(descriptor: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlo
 
 
 def read_memory_file(manifest: WeightsManifest) -> Buffer:
-    """Map the buffer privately: what the receiver writes stays with it. Raises WeightsGone, WeightsError."""
+    """Map the buffer of a manifest copy-on-write. Raises WeightsGone, WeightsError."""
     try:
         *numbers, host = manifest.location.split(":", 3)
         pid, number, inode = (int(part) for part in numbers)
@@ -214,42 +225,44 @@ SAFETENSORS_NAMES = {
     "f32": "F32",
     "f64": "F64",
 }
+"""Names of dtypes in safetensors files, by our tags."""
 MAX_HEADER_BYTES = 100_000_000
 """Largest header that the safetensors format allows."""
 NAME = re.compile(
     r"(?P<owner>.+)\.(?P<host>[0-9a-f]{8})\.(?P<pid>\d+)\.(?P<started>\d+)\.v\d+\.[0-9a-f]{8}"
     r"\.safetensors(\.partial)?"
 )
+"""File name of a version: owner (run and worker), digest of the host, process, version, checksum."""
 
 
 class WeightFile:
-    """Owns one version's file. Raises OSError when it cannot be written; then no part of it stays."""
+    """Safetensors file of one version. Raises OSError if it cannot be written; then no part of it remains."""
 
     def __init__(self, folder: Path, stem: str, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
         self.checksum = checksum(buffer)
         self._path = folder.resolve() / f"{stem}.v{version}.{self.checksum[:8]}.safetensors"
         self.location = str(self._path)
         with whole_file(self._path) as partial, partial.open("wb") as file:
-            _write(file, version, slots, buffer)
+            _write_safetensors(file, version, slots, buffer)
 
     def close(self) -> None:
-        """Remove the file; a receiver that has opened it can still read it to its end."""
+        """Remove the file. A receiver that has opened it can still read all of it."""
         self._path.unlink(missing_ok=True)
 
 
 def file_stem(run_id: str, worker: str) -> str:
-    """Return how the names of this process's files begin."""
-    return f"{_owner(run_id, worker)}.{_host()}.{os.getpid()}.{start_time(os.getpid())}"
+    """Return the prefix of the names of this process's files."""
+    return f"{_owner(run_id, worker)}.{_host_digest()}.{os.getpid()}.{start_time(os.getpid())}"
 
 
 def sweep(folder: Path, run_id: str, worker: str) -> list[str]:
-    """Remove files of publishers that are gone; return their names."""
+    """Remove the files of publishers that have ended; return their names."""
     removed: list[str] = []
     for path in folder.iterdir():
         match = NAME.fullmatch(path.name)
         if match is None:
             continue
-        here = match["host"] == _host()
+        here = match["host"] == _host_digest()
         alive = here and start_time(int(match["pid"])) == int(match["started"])
         if not alive and (here or match["owner"] == _owner(run_id, worker)):
             path.unlink(missing_ok=True)
@@ -261,11 +274,11 @@ def _owner(run_id: str, worker: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", f"{run_id}-{worker}")
 
 
-def _host() -> str:
+def _host_digest() -> str:
     return hashlib.blake2b(host_token().encode(), digest_size=4).hexdigest()
 
 
-def _write(file: BinaryIO, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
+def _write_safetensors(file: BinaryIO, version: int, slots: tuple[TensorSlot, ...], buffer: Buffer) -> None:
     # The widest elements come first, as in the format's own writers, so that every tensor is aligned in a mapped file.
     ordered = sorted(slots, key=lambda slot: -ITEMSIZE[slot.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
@@ -285,13 +298,13 @@ def _write(file: BinaryIO, version: int, slots: tuple[TensorSlot, ...], buffer: 
 
 
 def read_weight_file(manifest: WeightsManifest) -> Buffer:
-    """Return the buffer of a manifest from its file. Raises WeightsGone, WeightsError."""
+    """Read the buffer of a manifest from its file. Raises WeightsGone, WeightsError."""
     buffer: Buffer = np.zeros(manifest.nbytes, dtype=np.uint8)
     try:
         with open(manifest.location, "rb") as file:
-            header, start = _header(manifest, file)
+            header, start = _read_header(manifest, file)
             for slot in manifest.slots:
-                begin, end = _range(manifest, header, slot)
+                begin, end = _tensor_range(manifest, header, slot)
                 file.seek(start + begin)
                 target = memoryview(cast(Any, buffer[slot.offset : slot.offset + slot.nbytes]))
                 if end - begin != slot.nbytes or file.readinto(target) != slot.nbytes:
@@ -303,7 +316,7 @@ def read_weight_file(manifest: WeightsManifest) -> Buffer:
     return buffer
 
 
-def _header(manifest: WeightsManifest, file: BinaryIO) -> tuple[dict[str, Any], int]:
+def _read_header(manifest: WeightsManifest, file: BinaryIO) -> tuple[dict[str, Any], int]:
     size = int.from_bytes(file.read(8), "little")
     if size > MAX_HEADER_BYTES:
         raise WeightsError(manifest, f"{manifest.location} has a header of {size} bytes")
@@ -316,7 +329,7 @@ def _header(manifest: WeightsManifest, file: BinaryIO) -> tuple[dict[str, Any], 
     return header, 8 + size
 
 
-def _range(manifest: WeightsManifest, header: dict[str, Any], slot: TensorSlot) -> tuple[int, int]:
+def _tensor_range(manifest: WeightsManifest, header: dict[str, Any], slot: TensorSlot) -> tuple[int, int]:
     try:
         entry = header[slot.name]
         same = entry["dtype"] == SAFETENSORS_NAMES[slot.dtype] and entry["shape"] == list(slot.shape)
@@ -329,9 +342,9 @@ def _range(manifest: WeightsManifest, header: dict[str, Any], slot: TensorSlot) 
 
 
 BASE_S = 10.0
-"""Seconds that any transfer may take, whatever its size."""
+"""Seconds that a transfer of any size may take."""
 SLOWEST_BYTES_PER_S = 20e6
-"""Slowest rate at which a transfer does not count as stuck."""
+"""Rate below which a transfer counts as stuck."""
 
 
 def transfer_s(nbytes: int) -> float:
@@ -340,18 +353,23 @@ def transfer_s(nbytes: int) -> float:
 
 
 def staging_s(nbytes: int) -> float:
-    """Return the seconds that the bytes of a version add to a receiver's deadline: for one transfer to others that is
-    under way, and for its own."""
+    """Return the seconds that a version of this size adds to a receiver's deadline.
+
+    The factor 2: a transfer to others may be in progress before the receiver's own.
+    """
     return 2 * nbytes / SLOWEST_BYTES_PER_S
 
 
 GONE = "no longer holds it"
-"""What a server says of a version that was retired."""
+"""Part of a server's message about a version that was retired (``realhf.transport.bulk``)."""
 TICKET_BYTES = 16
-MOST_CONNECTIONS = 1024
-"""Four for each engine, and all of them come when a version is there."""
-TRIES, PAUSE_S = 20, (0.05, 0.3)
-"""How often a connection is made for a piece, and how long it waits before that."""
+"""Size of the random number by which a version is requested."""
+MAX_CONNECTIONS = 1024
+"""Maximum number of connections to a publisher. Each engine opens ``LANES``, all at the same time."""
+MAX_ATTEMPTS = 20
+"""Attempts to fetch a piece."""
+PAUSE_S = (0.05, 0.3)
+"""Range of the random pause between attempts, in seconds."""
 
 
 def _tls(network: Network) -> RunTls | None:
@@ -359,18 +377,26 @@ def _tls(network: Network) -> RunTls | None:
 
 
 class WeightServer:
-    """Listens, with the keys of the run where there are any, and answers with pieces of ``buffers``, by ticket.
-    Raises DataError when nothing can listen."""
+    """Server of weights in pieces. ``buffers`` maps tickets to buffers.
+
+    Encrypted if the run has keys. Raises DataError if the address cannot be listened on.
+    """
 
     def __init__(self, network: Network) -> None:
         self.buffers: dict[bytes, Buffer] = {}
-        most, strangers = MOST_CONNECTIONS, MOST_CONNECTIONS // 4
-        self._bulk = BulkServer("weights", network, _tls(network), self._piece, most=most, strangers=strangers)
+        self._bulk = BulkServer(
+            "weights",
+            network,
+            _tls(network),
+            self._piece,
+            max_connections=MAX_CONNECTIONS,
+            max_unauthenticated=MAX_CONNECTIONS // 4,
+        )
         self._bulk.start()
         self.endpoint = f"{network.advertised}:{self._bulk.port}"
 
     def close(self) -> None:
-        """Serve nothing more and release the port."""
+        """Stop serving and release the port."""
         self._bulk.close()
         self.buffers.clear()
 
@@ -384,50 +410,57 @@ class WeightServer:
 
 
 class ServedVersion:
-    """Owns one version's buffer at a server. Nobody may write to it from now on."""
+    """A version that a WeightServer serves. The buffer must not be changed any more."""
 
     def __init__(self, server: WeightServer, buffer: Buffer) -> None:
         self.checksum = checksum(buffer)
-        self._server, self._ticket = server, secrets.token_bytes(TICKET_BYTES)
+        self._server = server
+        self._ticket = secrets.token_bytes(TICKET_BYTES)
         server.buffers[self._ticket] = buffer
         self.location = f"{server.endpoint}#{self._ticket.hex()}"
 
     def close(self) -> None:
-        """Serve it no longer. Pieces that are on their way arrive."""
+        """Stop serving the version. Pieces in flight still arrive."""
         self._server.buffers.pop(self._ticket, None)
 
 
 def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -> Buffer:
-    """Fetch the buffer of a manifest. Raises WeightsGone when its publisher has retired it or is not there,
-    WeightsTimeout when connections bring nothing for ``timeout_s`` or all of it takes too long, and WeightsError for an
-    answer that is none."""
+    """Fetch the buffer of a manifest over the network.
+
+    Raises WeightsGone if the publisher has retired the version or cannot be reached, WeightsTimeout if
+    nothing arrives for ``timeout_s`` seconds or the whole transfer takes too long, and WeightsError for
+    an invalid location or answer.
+    """
     endpoint, _, ticket = manifest.location.partition("#")
     host, _, port = endpoint.rpartition(":")
     try:
-        number, at = bytes.fromhex(ticket), int(port)
+        number = bytes.fromhex(ticket)
+        port_number = int(port)
         if len(number) != TICKET_BYTES or not host or (network.keys is None and not is_loopback_host(host)):
             raise ValueError("nobody of this run listens there")
         tls = _tls(network)
     except (ValueError, NetworkError) as error:
         raise WeightsError(manifest, f"location {manifest.location!r:.80}: {error}") from None
     whole_s = timeout_s + max(staging_s(manifest.nbytes), transfer_s(manifest.nbytes))
-    lanes = [BulkConnection(tls, host, at) for _ in range(LANES)]
-    came = process_clock.now()
-    deadline = came + whole_s
+    lanes = [BulkConnection(tls, host, port_number) for _ in range(LANES)]
+    last_progress = process_clock.now()
+    deadline = last_progress + whole_s
 
     def ask(lane: int, piece: Piece, into: memoryview) -> None:
-        nonlocal came
-        for left in reversed(range(TRIES)):
+        nonlocal last_progress
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
             try:
                 lanes[lane].fetch(number, piece, into, deadline)
-                came = process_clock.now()
+                last_progress = process_clock.now()
                 return
             except PeerLost as error:
-                if process_clock.now() - came > timeout_s:
+                if process_clock.now() - last_progress > timeout_s:
                     raise FetchTimeout(str(error)) from None
-                if not left or "refused" in str(error):  # nobody listens there, or it is of another run
+                # A refused connection has no listener, a refused certificate is of another run.
+                if not attempts_left or "refused" in str(error):
                     raise
-                time.sleep(random.uniform(*PAUSE_S))  # all engines come at once, and the server may be full
+                # All engines connect at the same time, so the server may be full for a moment.
+                time.sleep(random.uniform(*PAUSE_S))
 
     try:
         return np.frombuffer(fetch_whole(manifest.nbytes, ask), dtype=np.uint8)
@@ -446,16 +479,17 @@ def read_served(manifest: WeightsManifest, timeout_s: float, network: Network) -
 
 
 KEPT_VERSIONS = 2
+"""Versions that a publisher keeps; older ones are retired."""
 Medium = Literal["shm", "disk", "fetch"]
-_Published = MemoryFile | WeightFile | ServedVersion
+_Storage = MemoryFile | WeightFile | ServedVersion
 
 
 class WeightPublisher:
-    """Publishes the versions of one policy and keeps the last two, each complete or not there at all.
+    """Publisher of the versions of one policy. It keeps the last two; each is complete or absent.
 
-    ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under the same path (only this
-    medium uses it), ``fetch`` every process of the run that reaches ``network``. Not thread-safe. Raises ValueError on
-    an unknown medium.
+    Medium ``shm`` reaches the processes of this host, ``disk`` every host that has ``folder`` under the
+    same path (no other medium uses it), ``fetch`` every process of the run that reaches ``network``. Not
+    thread-safe. Raises ValueError for an unknown medium.
     """
 
     def __init__(
@@ -472,7 +506,7 @@ class WeightPublisher:
         self._medium: Medium = medium
         self._folder = folder
         self._stem = file_stem(run_id, worker)
-        self._versions: dict[int, tuple[_Published, WeightsManifest]] = {}
+        self._versions: dict[int, tuple[_Storage, WeightsManifest]] = {}
         self._last = -1
         self._server = WeightServer(network) if medium == "fetch" else None
         if medium == "disk":
@@ -481,8 +515,7 @@ class WeightPublisher:
 
     @property
     def latest(self) -> WeightsManifest | None:
-        """The manifest of the newest version that can be received, which a worker that joins late needs; None if there
-        is none."""
+        """Manifest of the newest available version, which a worker that joins late needs; None without one."""
         return self._versions[max(self._versions)][1] if self._versions else None
 
     def publish(
@@ -493,11 +526,11 @@ class WeightPublisher:
         trial: int = 0,
         changed: Collection[str] = (),
     ) -> WeightsManifest:
-        """Copy tensors (any device, any strides) and make them available; versions before the previous one are retired.
+        """Copy tensors (any device, any strides) and make them available; retire all but the last two versions.
 
-        ``trial``: a step of a self-test, which takes the place of the last version; only ``changed`` tensors differ
-        from it. Raises ValueError on a version that is not above the last, or (trial) not the last, or on a tensor that
-        cannot travel, and OSError when the medium is full: then nothing is published.
+        trial: step of the self-test, which replaces the last version; only ``changed`` tensors differ from
+        it. Raises ValueError if the version is not above the last one (in a trial: below it), or if a
+        tensor cannot be sent, and OSError if the medium is full. Then nothing is published.
         """
         if version < self._last + (not trial):
             raise ValueError(f"weights version {version} after version {self._last}")
@@ -515,7 +548,7 @@ class WeightPublisher:
 
     def _store(
         self, version: int, tensors: Mapping[str, Tensor], slots: tuple[TensorSlot, ...], nbytes: int
-    ) -> _Published:
+    ) -> _Storage:
         if self._medium == "shm":
             return MemoryFile(tensors, slots, nbytes)
         buffer: Buffer = np.zeros(nbytes, dtype=np.uint8)
@@ -526,14 +559,13 @@ class WeightPublisher:
         return ServedVersion(self._server, buffer)
 
     def retire(self, version: int) -> None:
-        """Stop serving a version; receivers that are reading it finish. An unknown version counts as retired
-        already."""
+        """Stop serving a version; receivers that are reading it finish. Unknown versions are ignored."""
         published, _ = self._versions.pop(version, (None, None))
         if published is not None:
             published.close()
 
     def close(self) -> None:
-        """Retire all versions, so that nothing is left behind."""
+        """Retire all versions, and stop the server if there is one."""
         for version in list(self._versions):
             self.retire(version)
         if self._server is not None:
@@ -542,12 +574,12 @@ class WeightPublisher:
 
 
 def receive(manifest: WeightsManifest, timeout_s: float, network: Network = LOOPBACK) -> dict[str, Tensor]:
-    """Return the tensors of a manifest on the CPU, complete and verified (sizes, then the checksum) before any is
-    handed out. They share memory with no other process: writing to them is safe.
+    """Return the tensors of a manifest by name, on the CPU, complete and verified (sizes, then checksum).
 
-    ``timeout_s`` bounds the time without a byte of what is fetched, beside what all bytes take on a slow network;
-    ``network`` has the keys for that. Raises WeightsGone when the version can no longer be had, WeightsTimeout, and
-    WeightsError when it or the manifest is damaged.
+    They share memory with no other process, so writing to them is safe. Medium ``fetch`` uses the keys
+    of ``network``; ``timeout_s`` limits the seconds without any progress, and adds to the limit of the
+    whole transfer. Raises WeightsGone if the version is no longer available, WeightsTimeout, and
+    WeightsError if the weights or the manifest are damaged.
     """
     check_manifest(manifest)
     if manifest.medium == "shm":

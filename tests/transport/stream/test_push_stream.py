@@ -81,7 +81,7 @@ async def producer_of():
 
 async def all_give_credit(producer: StreamProducer) -> None:
     async with asyncio.timeout(60):
-        while not all(way.open < way.granted for way in producer.ways):
+        while not all(link.open < link.granted for link in producer.links):
             await asyncio.sleep(0.001)
 
 
@@ -257,7 +257,7 @@ async def test_every_sample_goes_to_one_receiver_and_their_bytes_are_about_equal
     assert await producer.drain(60) and producer.unacked == 0
     assert sorted(name for sink in three for name in sink.names) == sorted((f"s{n}", n % 2) for n in range(120))
     loads = [sum(sizes[name] for name, _ in sink.names) for sink in three]
-    assert loads == [way.sent_bytes for way in producer.ways] and max(loads) - min(loads) <= 20_000
+    assert loads == [link.sent_bytes for link in producer.links] and max(loads) - min(loads) <= 20_000
 
 
 async def test_a_receiver_without_credit_is_passed_over(sinks, producer_of):

@@ -183,14 +183,14 @@ def test_silent_strangers_do_not_keep_the_run_out(owner, monkeypatch):
 
 
 def test_connections_have_a_limit(owner, monkeypatch):
-    monkeypatch.setattr(owner.server, "_most", 1)
+    monkeypatch.setattr(owner.server, "_max_connections", 1)
     first = owner.lane()
     got(first, owner.number)
     with pytest.raises(PeerLost):
         got(owner.lane(), owner.number)
     assert got(first, owner.number) == FRAME
     first.close()
-    until(lambda: not owner.server._guests)
+    until(lambda: not owner.server._authenticated)
     assert got(owner.lane(), owner.number) == FRAME
 
 
@@ -248,7 +248,7 @@ def answering(answer: bytes, slowly: bytes = b"", *, then_close: bool = True) ->
     def serve() -> None:
         plain, _ = listener.accept()
         with contextlib.closing(RunTls(KEYS).accept(plain)) as connection:
-            bulk.received(connection, bulk.REQUEST.size)
+            bulk.receive_bytes(connection, bulk.REQUEST.size)
             connection.sendall(answer)
             with contextlib.suppress(OSError):
                 for byte in slowly:
@@ -293,7 +293,7 @@ def test_the_end_of_a_door_ends_its_connections(owner):
     owner.server.close()
     with pytest.raises(PeerLost):
         got(lane, owner.number)
-    until(lambda: not owner.server._guests)
+    until(lambda: not owner.server._authenticated)
 
 
 CA = """
