@@ -185,7 +185,7 @@ class ModelWorker:
             run_dir=spec.run_dir,
             dataset=dataset,
             tracer=self._tracer,
-            given_up=self._rpc.given_up,
+            given_up=self._rpc.is_running_call_cancelled,
             addressed=self._network.with_token,
             recorder=self._recorder,
         )

@@ -83,7 +83,7 @@ def serve(config: TrajectoryConfig, arguments: argparse.Namespace, network: Netw
         host = str(REACHED_AT.get(host, host))
         scheme = "https" if server.config.is_ssl else "http"
         url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        print(f"trajectory server at {network.reached_at(url)}", flush=True)
+        print(f"trajectory server at {network.public_url(url)}", flush=True)
         follow_master("trajectory", url, thread.join, arguments, network)
         if not thread.is_alive():
             raise RuntimeError("the HTTP server ended unexpectedly; its log tells why")

@@ -57,7 +57,7 @@ def follow_master(
         arguments.run_id,
         arguments.master,
         ordered={},
-        endpoints={kind: network.reached_at(url)},
+        endpoints={kind: network.public_url(url)},
         network=network,
     )
     threading.Thread(target=lambda: (ended(), worker.stop()), name="watch-server", daemon=True).start()

@@ -50,7 +50,7 @@ from realhf.transport import envelope
 from realhf.transport.envelope import unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
 from realhf.transport.network import connect_encrypted
-from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, own_versions, unreached
+from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, describe_unreached, own_versions
 
 MARK = ".realhf-host"
 """A file in each agent's folder, which the agent that uses it keeps locked."""
@@ -212,7 +212,9 @@ class HostAgent:
                 if not welcomed:
                     socket.close(0)
             if not reached and not told:
-                _log.warning("the launcher at %s %s; it is tried again for %g s", self._launcher, unreached(), limit_s)
+                _log.warning(
+                    "the launcher at %s %s; it is tried again for %g s", self._launcher, describe_unreached(), limit_s
+                )
                 told = True
         if not lost and limit_s == self._linger_s:
             _log.info("the run is over, and no other began within %g s", limit_s)
@@ -236,7 +238,7 @@ class HostAgent:
             watch.look()
             if watch.refused:
                 raise NetworkError(f"host {self._name}: the launcher at {self._launcher} {watch.refused}")
-            if watch.greeted and process_clock.now() - said > HELLO_S:
+            if watch.handshakes and process_clock.now() - said > HELLO_S:
                 hello = describe(self._name, self._launcher, self._folder, self._wants)
                 self._send(socket, "hello", hello, versions=own_versions(), node=os.uname().nodename)
                 said = process_clock.now()

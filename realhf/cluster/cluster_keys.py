@@ -19,7 +19,7 @@ from typing import Any
 
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport.errors import NetworkError
-from realhf.transport.network import CurvePair, kept_in_memory, key_fault, private_text, write_private
+from realhf.transport.network import CurvePair, describe_key_fault, keep_in_memory, read_private, write_private
 
 MOST_BYTES = 1 << 20
 """A file of keys has at most so many: there are 4096 hosts at most."""
@@ -60,8 +60,8 @@ class HostKeys:
         found = _fields(path, ("server_public", "hosts"), "of a host")
         try:
             hosts = {str(name): CurvePair(**pair) for name, pair in found["hosts"].items()}
-            fault = key_fault(found["server_public"]) and "a key server_public that is no Z85"
-            faults = (fault, *(pair.fault(name) for name, pair in hosts.items()))
+            fault = describe_key_fault(found["server_public"]) and "a key server_public that is no Z85"
+            faults = (fault, *(pair.describe_fault(name) for name, pair in hosts.items()))
         except (TypeError, AttributeError, ValueError):
             raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
         _check(path, faults)
@@ -96,8 +96,10 @@ class LauncherKeys:
         found = _fields(path, ("server", "operator", "hosts"), "of a launcher")
         try:
             server, operator, hosts = CurvePair(**found["server"]), CurvePair(**found["operator"]), found["hosts"]
-            faults = [server.fault("server"), operator.fault("operator")]
-            faults += [key_fault(key) and f"a key of host {name!r:.80} that is none" for name, key in hosts.items()]
+            faults = [server.describe_fault("server"), operator.describe_fault("operator")]
+            faults += [
+                describe_key_fault(key) and f"a key of host {name!r:.80} that is none" for name, key in hosts.items()
+            ]
         except (TypeError, AttributeError, ValueError):
             raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
         _check(path, faults)
@@ -133,7 +135,7 @@ class KnownHosts:
 
     def __init__(self, file: Path | None) -> None:
         self._lock, self._in_memory = threading.RLock(), file is None
-        self.file = file if file is not None else kept_in_memory(LauncherKeys.make().text())
+        self.file = file if file is not None else keep_in_memory(LauncherKeys.make().text())
         self.keys = LauncherKeys.read(self.file)
         self._looked = self._look()
         self._drawn: dict[str, str] = {}
@@ -221,7 +223,7 @@ def _replace(path: Path, keys: LauncherKeys, hosts: Mapping[str, str]) -> None:
 
 def _fields(path: Path, names: tuple[str, ...], whose: str) -> dict[str, Any]:
     try:
-        found = json.loads(private_text(path, MOST_BYTES))
+        found = json.loads(read_private(path, MOST_BYTES))
     except NetworkError:
         raise
     except (ValueError, RecursionError):

@@ -24,7 +24,7 @@ from realhf.cluster.placement import LAUNCHER
 from realhf.transport import envelope
 from realhf.transport.errors import ProtocolError
 from realhf.transport.network import Authenticator, listen_encrypted
-from realhf.transport.sockets import Listener, Waker, differences
+from realhf.transport.sockets import Listener, Waker, describe_version_differences
 
 _log = logging.getLogger(__name__)
 PING_S = 1.0
@@ -198,7 +198,7 @@ class ControlEndpoint:
     def _of_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
         session = header.get("session")
         if header.get("kind") == "hello" and isinstance(session, bytes):
-            different = differences(header.get("versions"), str(header.get("node", "its host")))
+            different = describe_version_differences(header.get("versions"), str(header.get("node", "its host")))
             self._refuse(identity, session[:16], f"versions differ: {different}")
 
     def _take(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
@@ -224,7 +224,7 @@ class ControlEndpoint:
             self._not_understood(identity, session, kind, str(error))
             raise
         if isinstance(message, HostHello):
-            if different := differences(header.get("versions"), str(header.get("node", message.name))):
+            if different := describe_version_differences(header.get("versions"), str(header.get("node", message.name))):
                 self._refuse(identity, session, f"versions differ: {different}")
                 return
             self._hello(identity, session, message)

@@ -19,7 +19,7 @@ from realhf.scheduler.base import BeginAgain, WorkerEvent, WorkerExit, WorkersWa
 from realhf.transport.envelope import field, unpack_header
 from realhf.transport.errors import NetworkError, ProtocolError
 from realhf.transport.network import connect_encrypted, host_of
-from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, unreached
+from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, describe_unreached
 
 ANSWER_S = 30.0
 LOOK_MS = 100
@@ -42,7 +42,7 @@ def asked(launcher: str, key_file: Path, kind: str, message: Message | None = No
             if watch.refused:
                 raise NetworkError(f"the launcher at {launcher} {watch.refused}")
             if not watch.reached and process_clock.now() - began > REACHED_WITHIN_S:
-                raise NetworkError(f"the launcher at {launcher} {unreached()}")
+                raise NetworkError(f"the launcher at {launcher} {describe_unreached()}")
             if process_clock.now() - began > ANSWER_S:
                 raise ProtocolError(f"the launcher at {launcher} did not answer within {ANSWER_S:g} s")
         frame, *payload = socket.recv_multipart()

@@ -132,9 +132,9 @@ class Dataset(Protocol):
 class ModelHost:
     """Holds the models of one worker by role, and the interface of every model function call it may get. It owns the
     policy version: it alone sets ``Engine.version``, to the step's number before every call and to the next one after
-    a train call. ``given_up`` tells whether the master has cancelled the call that is running;
-    ``RpcWorker.given_up`` is one; ``addressed`` turns the address of an HTTP server of the run into the one that a
-    client needs, with its token; ``recorder`` keeps rollouts."""
+    a train call. ``given_up`` tells whether the master has cancelled the call that is running, such as
+    ``RpcWorker.is_running_call_cancelled``; ``addressed`` turns the address of an HTTP server of the run into the one
+    that a client needs, with its token; ``recorder`` keeps rollouts."""
 
     def __init__(
         self,

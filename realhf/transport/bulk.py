@@ -344,7 +344,9 @@ class BulkServer:
         with self._lock:
             if self._stopping or len(self._unauthenticated) + len(self._authenticated) >= self._max_connections:
                 raise OSError(f"there are {self._max_connections} of them")
-            for handle in list(self._unauthenticated.values())[: max(0, len(self._unauthenticated) + 1 - self._max_unauthenticated)]:
+            for handle in list(self._unauthenticated.values())[
+                : max(0, len(self._unauthenticated) + 1 - self._max_unauthenticated)
+            ]:
                 _cut(handle)
             self._unauthenticated[number] = connection.dup()
         threading.Thread(target=self._serve, args=(number, connection, host), name="bulk", daemon=True).start()

@@ -1,9 +1,10 @@
-"""Moves tensors from worker to worker (docs/reference/dataflow.md 7).
+"""Transfer of tensors between workers (docs/reference/dataflow.md 7).
 
-Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each other. A fetch
-on one host is answered with a reference to shared memory. Any other fetch, and any whose memory cannot be mapped, is
-answered with the bytes themselves; in a network with keys, where the other end may be on another host, an answer from
-BULK_FROM_BYTES is kept until the consumer has fetched it in pieces, over connections made for that (``bulk``).
+Every worker serves its TensorStore from a thread of its own, so two busy workers can never wait for each
+other. A fetch on one host is answered with a reference to shared memory. Any other fetch, and any whose
+memory cannot be mapped, is answered with the bytes themselves. In a network with keys, where the other
+end may be on another host, an answer of BULK_FROM_BYTES or more stays with its owner until the consumer
+has fetched it in pieces, over separate connections (``bulk``).
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ from realhf.transport.tensor_store import TensorStore
 from realhf.transport.tls import RunTls
 
 CONNECT_TIMEOUT_S = 8.0
-"""How long a peer may take to accept a connection."""
+"""Seconds within which a peer must accept a connection."""
 
 
 class PeerConnection:
-    """Sends requests to one endpoint, one at a time. The socket's own event stream reports when the peer is gone, so a
-    dead peer ends a request at once instead of at its deadline. After an error the connection is ``broken``."""
+    """Connection to one endpoint, with one request at a time.
+
+    The socket's event stream reports the end of the peer, so that a request to a dead peer fails at once
+    instead of at its deadline. After an error the connection is ``broken``.
+    """
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, network: Network = LOOPBACK) -> None:
         self._endpoint = endpoint
@@ -56,13 +60,15 @@ class PeerConnection:
         try:
             network.connect(self._socket, endpoint)
         except NetworkError:
-            self._end()
+            self._close_socket()
             raise
         self.broken = False
 
     def exchange(self, request_id: bytes, message: list[bytes], deadline: float) -> list[Any]:
-        """Send a message and wait for the answer: header frame and payload frames, as buffers. Raises PeerLost or
-        FetchTimeout."""
+        """Send a message; return the answer's header frame and payload frames, as buffers.
+
+        deadline: as process_clock.now. Raises PeerLost, FetchTimeout.
+        """
         if not process_clock.wait(lambda left_s: self._lock.acquire(timeout=left_s), deadline - process_clock.now()):
             raise FetchTimeout(f"{self._endpoint} was busy with another fetch until the deadline")
         try:
@@ -83,7 +89,7 @@ class PeerConnection:
         started = process_clock.now()
         connect_by = min(deadline, started + CONNECT_TIMEOUT_S)
         while True:
-            limit = deadline if self._watch.greeted else connect_by
+            limit = deadline if self._watch.handshakes else connect_by
             ready = dict(poller.poll(int(max(0.0, limit - process_clock.now()) * 1000)))
             if self._socket in ready:
                 frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
@@ -94,8 +100,8 @@ class PeerConnection:
                 if self._watch.ended or self._watch.why:
                     raise PeerLost(f"{self._endpoint} {self._watch.why or 'refused or closed the connection'}")
             elif process_clock.now() < limit:
-                continue  # the poll had counted a pause of this process
-            elif not self._watch.greeted and process_clock.now() < deadline:
+                continue  # the poll included time in which this process was suspended
+            elif not self._watch.handshakes and process_clock.now() < deadline:
                 raise PeerLost(f"{self._endpoint} did not accept a connection within {CONNECT_TIMEOUT_S:g} s")
             else:
                 waited = process_clock.now() - started
@@ -105,9 +111,9 @@ class PeerConnection:
         """Close the connection after waiting for a request in flight."""
         with self._lock:
             self.broken = True
-            self._end()
+            self._close_socket()
 
-    def _end(self) -> None:
+    def _close_socket(self) -> None:
         self._watch.close()
         self._socket.close(0)
 
@@ -117,19 +123,20 @@ _log = logging.getLogger(__name__)
 SHM_FROM_BYTES = 64 << 10
 """Size from which values are served through shared memory."""
 SPARE_BYTES = 256 << 20
-"""Bytes of cleared segments, and of idle mappings, that are kept for use again."""
+"""Maximum bytes of cleared segments, and of idle mappings, that are kept for reuse."""
 SPARE_TARGET_BYTES = 1 << 30
-"""Bytes of memory that was fetched into and is kept for use again; the kernel may take them."""
+"""Maximum bytes of receive memory that are kept for reuse; the kernel may reclaim them."""
 BULK_FROM_BYTES = 1 << 20
-"""Size from which an answer to another host goes in pieces: ZeroMQ would encrypt for longer than connecting takes."""
+"""Size from which an answer to another host is fetched in pieces: ZeroMQ's encryption of more bytes takes
+longer than opening connections."""
 SENDERS_AHEAD = 64
-"""Number of messages that wait for a consumer that does not read."""
+"""Number of messages that are queued for a consumer that does not read."""
 
 
 class DataPlane:
-    """Serves one store and fetches from others. ``fetch`` may be called from any thread.
+    """Server of one store, and client of the stores of other workers. ``fetch`` is thread-safe.
 
-    ``shm=False`` neither offers nor asks for shared memory.
+    shm: offer and request shared memory.
     """
 
     def __init__(
@@ -141,7 +148,9 @@ class DataPlane:
         shm: bool = True,
         network: Network = LOOPBACK,
     ) -> None:
-        self._name, self._run_id, self._store = name, run_id, store
+        self._name = name
+        self._run_id = run_id
+        self._store = store
         self._network = network
         self._host = host_token() if shm else ""
         self._pool = SegmentPool(SPARE_BYTES)
@@ -151,7 +160,7 @@ class DataPlane:
         self._segments_of: dict[str, set[Any]] = {}
         self._outgoing = Outgoing()
         self._tls = RunTls(network.keys, trusted=network.trusted) if network.keys is not None else None
-        self._bulk = BulkServer(name, network, self._tls, self._piece) if self._tls is not None else None
+        self._bulk = BulkServer(name, network, self._tls, self._read_piece) if self._tls is not None else None
         self._peers: dict[str, PeerConnection] = {}
         self._peers_lock = threading.Lock()
         self._context = network.context()
@@ -175,14 +184,14 @@ class DataPlane:
         self.endpoint = self._listener.endpoint
         if self._bulk is not None:
             self._bulk.start()
-        self._store.on_clear(self._forget)
+        self._store.on_clear(self._release_segments)
         self._listener.start()
 
     def fetch(self, endpoint: str, ids: Sequence[str], keys: Sequence[str], timeout_s: float) -> SequenceSample:
         """Fetch values from a peer's store, with the ids in the given order.
 
-        Raises DataMissing (with the list), PeerLost, FetchTimeout, or DataError for what the peer reports. The tensors
-        belong to the caller: writing to them changes nothing elsewhere.
+        The tensors belong to the caller: writing to them changes nothing elsewhere. Raises DataMissing
+        (with the list), PeerLost, FetchTimeout, and DataError for errors that the peer reports.
         """
         if endpoint == self.endpoint:
             return self._store.get(ids, keys)
@@ -195,7 +204,7 @@ class DataPlane:
         return decode_sample(frames)
 
     def close(self) -> None:
-        """Stop serving and give up all shared memory and connections. The store is left as it is."""
+        """Stop serving; release all shared memory and connections. The store is not changed."""
         self._stopping = True
         if self._bulk is not None:
             self._bulk.close()
@@ -218,31 +227,36 @@ class DataPlane:
     def _request(
         self, endpoint: str, ids: Sequence[str], keys: Sequence[str], host: str, deadline: float
     ) -> list[Any] | None:
-        """Request the frames of the encoded sample; None when shared memory could not be mapped."""
+        """Request the frames of the encoded sample; return None if shared memory could not be mapped.
+
+        host: ``host_token`` of this process to request shared memory, "" to request bytes.
+        """
         request_id = os.urandom(16)
         header = pack_header("fetch", self._run_id, b"", id=request_id)
         wish = {"ids": list(ids), "keys": list(keys), "host": host}
         if self._network.protected:
             wish["pieces"] = True
-        peer = self._peer(endpoint)
+        peer = self._connect(endpoint)
         answer, *frames = peer.exchange(request_id, [header, pack_payload(wish)], deadline)
         fields = unpack_header(answer)
         if fields["kind"] == "missing":
             raise DataMissing(endpoint, [(str(i), str(k)) for i, k in unpack_payload(frames)])
         if fields["kind"] == "pieces":
-            return self._in_pieces(endpoint, fields, deadline)
+            return self._fetch_pieces(endpoint, fields, deadline)
         if fields["kind"] == "shared":
             return self._mappings.open(SegmentRef.from_map(unpack_payload(frames))) if host else None
         if fields["kind"] == "frames":
             return frames
         raise DataError(f"{endpoint} could not serve {list(keys)}: {fields.get('message')}")
 
-    def _in_pieces(self, endpoint: str, fields: dict[str, Any], deadline: float) -> list[Any]:
-        """Fetch the frames of an answer that the peer keeps. A connection that breaks is made anew."""
-        number, port = envelope.field(fields, "transfer", bytes), envelope.field(fields, "port", int)
+    def _fetch_pieces(self, endpoint: str, fields: dict[str, Any], deadline: float) -> list[Any]:
+        """Fetch the frames of an answer that the peer keeps; broken connections are opened again."""
+        number = envelope.field(fields, "transfer", bytes)
+        port = envelope.field(fields, "port", int)
         if self._tls is None or len(number) != NUMBER_BYTES or not 0 < port < 1 << 16:
             raise ProtocolError(f"{endpoint} answered with pieces that cannot be fetched")
-        tls, host = self._tls, host_of(endpoint)
+        tls = self._tls
+        host = host_of(endpoint)
         lanes = [BulkConnection(tls, host, port) for _ in range(LANES)]
 
         def ask(lane: int, piece: Piece, into: memoryview) -> None:
@@ -258,10 +272,10 @@ class DataPlane:
         request_id = os.urandom(16)
         with contextlib.suppress(DataError):
             header = pack_header("done", self._run_id, b"", id=request_id, transfer=number)
-            self._peer(endpoint).exchange(request_id, [header], deadline)
+            self._connect(endpoint).exchange(request_id, [header], deadline)
         return frames
 
-    def _peer(self, endpoint: str) -> PeerConnection:
+    def _connect(self, endpoint: str) -> PeerConnection:
         with self._peers_lock:
             if self._stopping:
                 raise DataError(f"the data plane of {self._name} is closed")
@@ -292,8 +306,9 @@ class DataPlane:
                     self._outgoing.close(envelope.field(asked, "transfer", bytes))
                 return [header("done")]
             wish = unpack_payload(payload)
-            ids, keys = envelope.field(wish, "ids", list), envelope.field(wish, "keys", list)
-            ref = self._shared(ids, keys) if wish.get("host") and wish["host"] == self._host else None
+            ids = envelope.field(wish, "ids", list)
+            keys = envelope.field(wish, "keys", list)
+            ref = self._share(ids, keys) if wish.get("host") and wish["host"] == self._host else None
             if ref is not None:
                 return [header("shared"), pack_payload(ref.to_map())]
             frames = encode_sample(self._store.get(ids, keys))
@@ -308,12 +323,12 @@ class DataPlane:
         except (TransportError, ValueError, TypeError, AttributeError) as error:
             return [header("error", message=f"{type(error).__name__}: {error}"[:4000])]
 
-    def _piece(self, number: bytes, frame: int, start: int, length: int) -> memoryview | None:
+    def _read_piece(self, number: bytes, frame: int, start: int, length: int) -> memoryview | None:
         with self._pool_lock:
             return self._outgoing.piece(number, frame, start, length)
 
-    def _shared(self, ids: Sequence[str], keys: Sequence[str]) -> SegmentRef | None:
-        """Put these values into a segment; None when they are small or there is no memory for it."""
+    def _share(self, ids: Sequence[str], keys: Sequence[str]) -> SegmentRef | None:
+        """Put these values into a segment; return None if they are small or there is no memory for it."""
         name = (tuple(ids), tuple(sorted(keys)))
         with self._pool_lock:
             ref = self._pool.find(name)
@@ -328,8 +343,8 @@ class DataPlane:
                     self._segments_of.setdefault(sample_id, set()).add(name)
             return ref
 
-    def _forget(self, ids: frozenset[str]) -> None:
-        """Release the segments of samples that were cleared, so that others can use them."""
+    def _release_segments(self, ids: frozenset[str]) -> None:
+        """Release the segments of samples that were cleared, so that they can be refilled."""
         with self._pool_lock:
             self._outgoing.forget(ids)
             names = {name for i in ids for name in self._segments_of.pop(i, ())}

@@ -1,8 +1,9 @@
-"""Exchanges signs of life between master and workers.
+"""Heartbeats between master and workers.
 
-Workers ping, the master answers; a busy event loop or a long computation delays neither. On one host both sides also
-hold a process descriptor of the other, so the end of a process is noticed at once; elsewhere silence counts as death
-after a limit. Seconds in which the listening process itself stood still are no silence (``process_clock``).
+Workers ping, the master answers, both on threads of their own, so that a busy event loop or a long
+computation delays neither. On one host each side also holds a process descriptor of the other, so the end
+of a process is noticed at once; elsewhere silence counts as death after a limit. Time in which the
+listening process itself was suspended does not count as silence (``process_clock``).
 """
 
 from __future__ import annotations
@@ -29,17 +30,23 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Watched:
+class _WatchedWorker:
+    """A worker whose heartbeats the master expects."""
+
     name: str
     seen: float
+    """Time of the last ping (process_clock.now)."""
     process: int | None
+    """Process descriptor (pidfd) of a worker of this host; None of another host."""
     state: str = "starting"
+    """What the worker last reported to be doing."""
     suspected: bool = False
+    """Whether a warning of its silence has been logged."""
     load: HostLoad | None = None
 
 
 class HeartbeatServer:
-    """Watches the workers for the master. ``on_death(name, session, reason)`` is called on the heartbeat thread."""
+    """The master's side. ``on_death(name, session, reason)`` is called on the heartbeat thread."""
 
     def __init__(
         self,
@@ -52,33 +59,34 @@ class HeartbeatServer:
         on_death: Callable[[str, bytes, str], None],
     ) -> None:
         self._run_id = run_id
-        self._interval_s, self._dead_after_s = interval_s, dead_after_s
+        self._interval_s = interval_s
+        self._dead_after_s = dead_after_s
         self._on_death = on_death
-        # First: an address that cannot be had leaves nothing behind.
+        # First, so that an address that cannot be listened on leaves nothing to release.
         self._listener = Listener(
             "heartbeat",
             context,
             network.listen,
             self._answer_ping,
-            after=self._look,
+            after=self._check_workers,
             every_s=interval_s / 2,
             owned=False,
             linger_ms=0,
         )
         self.endpoint = self._listener.endpoint
-        self._watched: dict[bytes, _Watched] = {}
+        self._watched: dict[bytes, _WatchedWorker] = {}
         self._processes = select.epoll()
         self._sessions: dict[int, bytes] = {}
-        self._look_at = 0.0
+        self._next_check = 0.0
         self._lock = threading.Lock()
         self._listener.also = (self._processes.fileno(),)
         self._listener.start()
 
     def watch(self, name: str, session: bytes, *, pid: int, started: int, host: str) -> None:
-        """Begin to watch a worker. Raises ProcessLookupError when it is gone already."""
+        """Begin to watch a worker. Raises ProcessLookupError if its process has ended."""
         process = open_process(pid, started) if host and host == host_token() and started else None
         with self._lock:
-            self._watched[session] = _Watched(name, process_clock.now(), process)
+            self._watched[session] = _WatchedWorker(name, process_clock.now(), process)
             if process is not None:
                 self._sessions[process] = session
                 self._processes.register(process, select.EPOLLIN)
@@ -101,8 +109,7 @@ class HeartbeatServer:
             return f"{process_clock.now() - watched.seen:.1f} s ago it was {watched.state}"
 
     def load(self, session: bytes) -> HostLoad | None:
-        """Return the load of the worker's host as its last sign of life had it; None where it says none, as on this
-        host."""
+        """Return the load of the worker's host from its last heartbeat; None for a worker of this host."""
         with self._lock:
             watched = self._watched.get(session)
             return watched.load if watched else None
@@ -114,34 +121,37 @@ class HeartbeatServer:
             self.forget(session)
         self._processes.close()
 
-    def _look(self) -> None:
+    def _check_workers(self) -> None:
         if self._listener.drained:
             self._check_silence(process_clock.now())
-        self._report_ended()
+        self._report_ended_processes()
 
-    def _report_ended(self) -> None:
-        """Report workers whose process has ended. The descriptors are read under the lock: one that is no longer
-        watched may be that of another process by now."""
+    def _report_ended_processes(self) -> None:
+        """Report workers whose process has ended."""
+        # Polled under the lock: a descriptor that is no longer watched may have been reused.
         with self._lock:
             ended = [self._sessions[process] for process, _ in self._processes.poll(0) if process in self._sessions]
         for session in ended:
-            self._report(session, "its process ended")
+            self._declare_dead(session, "its process ended")
 
     def _answer_ping(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
         del payload
-        session, state = field(header, "session", bytes), field(header, "state", str)
+        session = field(header, "session", bytes)
+        state = field(header, "state", str)
         with self._lock:
             watched = self._watched.get(session)
             if watched is None or header.get("run") != self._run_id:
                 return
-            watched.seen, watched.state, watched.suspected = process_clock.now(), state, False
+            watched.seen = process_clock.now()
+            watched.state = state
+            watched.suspected = False
             watched.load = HostLoad.from_list(header.get("load"))
         self._listener.send(identity, pack_header("pong", self._run_id, session))
 
     def _check_silence(self, now: float) -> None:
-        if now < self._look_at:
+        if now < self._next_check:
             return
-        self._look_at = now + self._interval_s / 4
+        self._next_check = now + self._interval_s / 4
         late: list[tuple[bytes, float]] = []
         with self._lock:
             for session, watched in self._watched.items():
@@ -152,9 +162,9 @@ class HeartbeatServer:
                     watched.suspected = True
                     _log.warning("worker %r is silent for %.1f s (%s)", watched.name, silent, watched.state)
         for session, silent in late:
-            self._report(session, f"no heartbeat for {silent:.1f} s")
+            self._declare_dead(session, f"no heartbeat for {silent:.1f} s")
 
-    def _report(self, session: bytes, reason: str) -> None:
+    def _declare_dead(self, session: bytes, reason: str) -> None:
         with self._lock:
             watched = self._watched.get(session)
         if watched is not None:
@@ -163,8 +173,11 @@ class HeartbeatServer:
 
 
 class HeartbeatClient:
-    """Pings the master for a worker; from another host with its load. ``on_lost(reason)`` is called once, on the
-    heartbeat thread. Raises MasterLost when the master is gone already."""
+    """A worker's side. Pings from another host than the master's contain the load of the host.
+
+    master: pid, start time and host of the master. ``on_lost(reason)`` is called at most once, on the
+    heartbeat thread. Raises MasterLost if the master's process has already ended.
+    """
 
     def __init__(
         self,
@@ -180,10 +193,14 @@ class HeartbeatClient:
         state: Callable[[], str],
         on_lost: Callable[[str], None],
     ) -> None:
-        self._run_id, self._session = run_id, session
-        self._interval_s, self._lost_after_s = interval_s, lost_after_s
-        self._state, self._on_lost = state, on_lost
-        self._endpoint, self._network = endpoint, network
+        self._run_id = run_id
+        self._session = session
+        self._interval_s = interval_s
+        self._lost_after_s = lost_after_s
+        self._state = state
+        self._on_lost = on_lost
+        self._endpoint = endpoint
+        self._network = network
         self._context = context
         pid, started, host = master
         self._elsewhere = not host or host != host_token()
@@ -208,15 +225,15 @@ class HeartbeatClient:
     def _run(self) -> None:
         with dealer(self._context) as socket:
             self._network.connect(socket, self._endpoint)
-            self._beat(socket)
+            self._run_beat_loop(socket)
 
-    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+    def _run_beat_loop(self, socket: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
         for source in (socket, self._waker.fileno(), self._process):
             if source is not None:
                 poller.register(source, zmq.POLLIN)
-        heard = process_clock.now()
-        next_ping = heard
+        last_answer = process_clock.now()
+        next_ping = last_answer
         while not self._stopping:
             now = process_clock.now()
             if now >= next_ping:
@@ -227,10 +244,10 @@ class HeartbeatClient:
                     socket.send(ping, zmq.NOBLOCK)
             ready = dict(poller.poll(int(max(0.0, next_ping - process_clock.now()) * 1000) + 1))
             if socket in ready:
-                heard = process_clock.now()
+                last_answer = process_clock.now()
                 while socket.poll(0):
                     socket.recv_multipart()
             if self._process in ready:
                 return self._on_lost("its process ended")
-            if process_clock.now() - heard > self._lost_after_s:
+            if process_clock.now() - last_answer > self._lost_after_s:
                 return self._on_lost(f"no answer for {self._lost_after_s:.1f} s")

@@ -1,7 +1,8 @@
-"""Says where the sockets of a run listen and whom they let in: addresses, keys, CURVE, and the network of one process.
+"""Network of a run: addresses, keys, CURVE encryption and authentication, and the settings of one process.
 
-A listener has a key pair, whoever connects has another and knows the listener's. Connections that have not shown a key
-yet are bounded in number.
+All listeners of a run share one key pair, all clients another one. Clients know the listeners' public
+key, and listeners accept only the clients' key. The number of connections that have not authenticated
+is limited.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from realhf.transport.errors import AddressTaken, NetworkError
 
 LOOPBACK_ADDRESS = "127.0.0.1"
 _ANY_PORT = 9
+"""Port for a UDP socket that is connected only to learn the route; nothing is sent."""
 
 
 def host_of(endpoint: str) -> str:
@@ -55,14 +57,14 @@ def host_of(endpoint: str) -> str:
 
 
 def on_loopback(endpoint: str) -> bool:
-    """Return whether an endpoint ``tcp://HOST:PORT`` is on the loopback, by address or as ``localhost``."""
+    """Return whether an endpoint ``tcp://HOST:PORT`` is a loopback address or ``localhost``."""
     try:
         return is_loopback_host(host_of(endpoint))
     except NetworkError:
         return False
 
 
-def resolved(name: str, option: str) -> str:
+def resolve_host(name: str, option: str) -> str:
     """Return the IPv4 address of a host name or address. Raises NetworkError naming the option."""
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
@@ -73,8 +75,8 @@ def resolved(name: str, option: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return the own address on the way to ``host``. Nothing is sent. Raises NetworkError when there is no way."""
-    target = resolved(host, "the master's address")
+    """Return this host's address on the route to ``host``. Nothing is sent. Raises NetworkError without a route."""
+    target = resolve_host(host, "the master's address")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((target, _ANY_PORT))
@@ -84,7 +86,7 @@ def address_towards(host: str) -> str:
 
 
 def own_addresses() -> list[str]:
-    """Return the IPv4 addresses of this host, without the loopback's."""
+    """Return the IPv4 addresses of this host except the loopback."""
     import psutil
 
     found = {
@@ -97,7 +99,7 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface with this address. Raises NetworkError when there is none."""
+    """Return the name of the network interface with this address. Raises NetworkError if there is none."""
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
@@ -107,36 +109,41 @@ def interface_of(address: str) -> str:
 
 
 _log = logging.getLogger(__name__)
-ENDPOINT = "inproc://zeromq.zap.01"
-"""Where ZeroMQ asks, in each context of its own."""
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+"""Address at which ZeroMQ asks the authenticator of a context (ZAP, RFC 27)."""
 _VERSION = b"1.0"
-_FIELDS, _KEY_BYTES = 7, 32
+_FIELDS = 7
+_KEY_BYTES = 32
 HANDSHAKE_S = 8.0
-"""How long a connection may take to show its key."""
-SHARE, FEWEST = 8, 16
-"""Strangers of one listener hold at most one of so many of the descriptors of this process, and so many in any case."""
-_SHOWN_BYTES = 240
-"""Who has acknowledged as much has shown a key: our greeting has 64 bytes, WELCOME 170, and READY follows only a key
-that was taken. What a stranger sends says nothing: a long frame is read before anything of it is looked at."""
+"""Seconds within which a connection must authenticate."""
+SHARE = 8
+"""Unauthenticated connections of a listener hold at most 1 / SHARE of the process's descriptors, ..."""
+FEWEST = 16
+"""... but this many are always allowed."""
+_AUTHENTICATED_BYTES = 240
+"""A peer that has acknowledged this many bytes has authenticated: our greeting has 64 bytes, WELCOME 170,
+and READY follows only an accepted key. The bytes that a peer sends prove nothing: ZeroMQ reads a long frame
+before it checks it."""
 _ACKED_AT = 120
-"""Where the kernel's ``tcp_info`` holds the bytes that were acknowledged."""
+"""Offset of the acknowledged bytes in the kernel's ``tcp_info``."""
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
 
 class Authenticator:
-    """Lets in whoever connects with a public key (Z85) that ``knows`` knows, which is asked on its own
-    thread. Each message carries its sender's key as ``User-Id``. It ends with its context.
+    """Authenticator of the connections to a context's listeners, on a thread of its own.
 
-    It has to be there before a socket of the context listens: until then, the context refuses everybody.
+    knows: (public key in Z85) -> whether to accept the connection; called on that thread. Each message then
+    carries its sender's key as ``User-Id``. The authenticator ends with its context. Create it before a
+    socket of the context listens: until then the context refuses all connections.
     """
 
     def __init__(self, context: zmq.Context[Any], knows: Callable[[str], bool]) -> None:
         self._knows = knows
         self.refused = 0
-        # A shadow's sockets are not closed by the context's ``destroy``, which may run on another thread than this one.
+        # The context's ``destroy``, which may run on another thread, does not close a shadow's sockets.
         self._socket = zmq.Context.shadow(context.underlying).socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(ENDPOINT)
+        self._socket.bind(ZAP_ENDPOINT)
         threading.Thread(target=self._run, name="authenticator", daemon=True).start()
 
     def _run(self) -> None:
@@ -160,12 +167,14 @@ class Authenticator:
         return [_VERSION, number, b"400", b"the key is not of this run", b"", b""]
 
 
-class HandshakeLimit:
-    """Keeps those who hold connections of a listener and never show a key from taking all descriptors of this process:
-    one too many ends the oldest of them. ZeroMQ itself takes connections without end, and where there is no descriptor
-    left, it tries again and again with a whole core. Made before the socket listens; it ends with the socket.
+class HandshakeLimiter:
+    """Limit on the unauthenticated connections of a listener; one more ends the oldest of them.
 
-    ``most``: so many strangers at once; 0: as many as the limit of descriptors allows.
+    Without it, peers that connect and never authenticate could use up the descriptors of this process.
+    ZeroMQ accepts connections without limit, and without a free descriptor it retries in a busy loop.
+    Create it before the socket listens; it ends with the socket.
+
+    most: maximum number; 0 derives it from the limit of descriptors (SHARE, FEWEST).
     """
 
     def __init__(self, listener: zmq.Socket[Any], most: int = 0) -> None:
@@ -174,29 +183,32 @@ class HandshakeLimit:
         listener.monitor(address, _WATCHED)
         self._events = zmq.Context.shadow(listener.context.underlying).socket(zmq.PAIR)
         self._events.setsockopt(zmq.LINGER, 0)
-        # Where no descriptor is left, ZeroMQ reports half a million failures a second: it waits for this thread then.
+        # Without a free descriptor ZeroMQ reports half a million failures per second; a full queue makes
+        # it wait for this thread.
         self._events.setsockopt(zmq.RCVHWM, 1000)
         self._events.connect(address)
         self._most = most
-        self._suspects: dict[int, None] = {}
-        self._spare = self._kept_back()
+        self._pending: dict[int, None] = {}
+        # Reserved so that a connection can be accepted, and ended, when no other descriptor is left.
+        self._spare = self._open_spare_descriptor()
         self.ended = 0
         threading.Thread(target=self._run, name="strangers", daemon=True).start()
 
     def _run(self) -> None:
         try:
             while True:
-                found = recv_monitor_message(self._events)
-                event, value = int(found["event"]), int(found["value"])
-                port = int(bytes(found["endpoint"]).rpartition(b":")[2] or 0)
+                message = recv_monitor_message(self._events)
+                event = int(message["event"])
+                value = int(message["value"])
+                port = int(bytes(message["endpoint"]).rpartition(b":")[2] or 0)
                 if event == zmq.EVENT_MONITOR_STOPPED:
                     return
                 if event == zmq.EVENT_ACCEPTED:
-                    self._came(value, port)
+                    self._on_accepted(value, port)
                 elif event == zmq.EVENT_ACCEPT_FAILED:
-                    self._starved(port)
+                    self._on_no_descriptor(port)
                 else:
-                    self._suspects.pop(value, None)
+                    self._pending.pop(value, None)
         except zmq.ZMQError:
             pass  # the context is being terminated, which waits until this socket is closed
         finally:
@@ -204,45 +216,48 @@ class HandshakeLimit:
             if self._spare is not None:
                 os.close(self._spare)
 
-    def _came(self, descriptor: int, port: int) -> None:
-        self._suspects.pop(descriptor, None)
-        self._suspects[descriptor] = None
+    def _on_accepted(self, descriptor: int, port: int) -> None:
+        self._pending.pop(descriptor, None)
+        self._pending[descriptor] = None
         most = self._most or max(FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE)
         if self._spare is None:
-            self._spare = self._kept_back()
-        if len(self._suspects) > most:
-            self._end_oldest(len(self._suspects) - most, port)
+            self._spare = self._open_spare_descriptor()
+        if len(self._pending) > most:
+            self._end_oldest(len(self._pending) - most, port)
 
-    def _starved(self, port: int) -> None:
-        """Give up the descriptor that was kept back, so that the connection that waits can be taken, and ended."""
+    def _on_no_descriptor(self, port: int) -> None:
+        """Release the reserved descriptor, so that the waiting connection can be accepted; end the older half."""
         if self._spare is not None:
             os.close(self._spare)
             self._spare = None
-        self._end_oldest(max(1, len(self._suspects) // 2), port)
+        self._end_oldest(max(1, len(self._pending) // 2), port)
 
     @staticmethod
-    def _kept_back() -> int | None:
+    def _open_spare_descriptor() -> int | None:
         try:
             return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
 
     def _end_oldest(self, count: int, port: int) -> None:
-        """End so many of the connections that have not shown a key yet, and forget those that have."""
-        for descriptor in [*self._suspects]:
+        """End the ``count`` oldest unauthenticated connections; drop the authenticated ones from the list."""
+        for descriptor in [*self._pending]:
             if count == 0:
                 return
-            del self._suspects[descriptor]
-            if _ended_if_strange(descriptor, port):
+            del self._pending[descriptor]
+            if _end_if_unauthenticated(descriptor, port):
                 count -= 1
                 self.ended += 1
                 if self.ended & (self.ended - 1) == 0:
                     _log.warning("port %d: %d connections ended that showed no key of this run", port, self.ended)
 
 
-def _ended_if_strange(descriptor: int, port: int) -> bool:
-    """End a connection of the listener at ``port`` to which hardly anything was said. ZeroMQ may have closed it
-    meanwhile, and the number may be that of another file, which stays as it is."""
+def _end_if_unauthenticated(descriptor: int, port: int) -> bool:
+    """End an unauthenticated connection of the listener at ``port``; return whether it was one.
+
+    ZeroMQ may have closed it in the meantime, and the descriptor may belong to another file, which is
+    left alone.
+    """
     try:
         connection = socket.socket(fileno=descriptor)
     except OSError:
@@ -251,9 +266,9 @@ def _ended_if_strange(descriptor: int, port: int) -> bool:
         if connection.getsockname()[1] != port:
             return False
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + 8)
-        if len(info) < _ACKED_AT + 8 or struct.unpack_from("Q", info, _ACKED_AT)[0] >= _SHOWN_BYTES:
+        if len(info) < _ACKED_AT + 8 or struct.unpack_from("Q", info, _ACKED_AT)[0] >= _AUTHENTICATED_BYTES:
             return False
-        with contextlib.suppress(OSError):  # it has ended by itself
+        with contextlib.suppress(OSError):  # the peer has already ended it
             connection.shutdown(socket.SHUT_RDWR)
         return True
     except (OSError, IndexError, TypeError):
@@ -263,38 +278,38 @@ def _ended_if_strange(descriptor: int, port: int) -> bool:
 
 
 KEY_CHARACTERS = 40
-"""Length of a key in the printable form that ZeroMQ takes (Z85)."""
+"""Length of a key in Z85, ZeroMQ's printable form."""
 NO_CURVE = "network.bind: this installation of ZeroMQ has no CURVE, so it cannot encrypt"
 
 
 @dataclass(frozen=True)
 class CurvePair:
-    """Is a public key and the secret one that belongs to it, both as Z85. Printed, it shows neither."""
+    """A public key and its secret key, both in Z85. Its repr shows neither."""
 
     public: str = field(repr=False)
     secret: str = field(repr=False)
 
     @staticmethod
     def make() -> CurvePair:
-        """Draw a pair. Raises NetworkError where ZeroMQ was built without encryption."""
+        """Generate a pair. Raises NetworkError if ZeroMQ was built without encryption."""
         if not zmq.has("curve"):
             raise NetworkError(NO_CURVE)
         public, secret = zmq.curve_keypair()
         return CurvePair(public.decode("ascii"), secret.decode("ascii"))
 
-    def fault(self, name: str = "") -> str:
-        """Return what is wrong with the keys ``NAME_public`` and ``NAME_secret``, without showing them, or ""."""
+    def describe_fault(self, name: str = "") -> str:
+        """Describe what is wrong with the keys ``NAME_public`` and ``NAME_secret``, unshown; "" if valid."""
         labels = [f"{name}_{side}".removeprefix("_") for side in ("public", "secret")]
         for label, key in zip(labels, (self.public, self.secret), strict=True):
-            if fault := key_fault(key):
+            if fault := describe_key_fault(key):
                 return f"a key {label} {fault}"
         if zmq.curve_public(self.secret.encode("ascii")) != self.public.encode("ascii"):
             return f"keys {labels[0]} and {labels[1]} that do not belong together"
         return ""
 
 
-def key_fault(key: str) -> str:
-    """Return why a text is no key, or ""."""
+def describe_key_fault(key: str) -> str:
+    """Describe why a text is not a key; "" if it is one."""
     if len(key) != KEY_CHARACTERS:
         return f"of another length than {KEY_CHARACTERS}"
     try:
@@ -307,21 +322,22 @@ def key_fault(key: str) -> str:
 
 
 def listen_encrypted(socket: zmq.Socket[Any], address: str, own: CurvePair) -> str:
-    """Listen at ``address`` (tcp://...) with a socket of a context that has an ``Authenticator``, and return the
-    endpoint. Raises as ``bound`` does."""
+    """Listen at ``address`` (tcp://...); return the endpoint. Errors as of ``bind_socket``.
+
+    The socket's context must have an ``Authenticator``.
+    """
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
     socket.setsockopt(zmq.ZAP_DOMAIN, b"run")
-    # Without this a context that has no authenticator would take everybody.
+    # Without this a context that has no authenticator would accept every connection.
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    HandshakeLimit(socket)
-    return bound(socket, address)
+    HandshakeLimiter(socket)
+    return bind_socket(socket, address)
 
 
-def bound(socket: zmq.Socket[Any], address: str) -> str:
-    """Bind a socket and return the endpoint. Raises AddressTaken, or NetworkError for an address that is not of this
-    host."""
+def bind_socket(socket: zmq.Socket[Any], address: str) -> str:
+    """Bind a socket; return the endpoint. Raises AddressTaken, or NetworkError for an address of another host."""
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -333,7 +349,7 @@ def bound(socket: zmq.Socket[Any], address: str) -> str:
 
 
 def connect_encrypted(socket: zmq.Socket[Any], endpoint: str, server_public: str, own: CurvePair) -> None:
-    """Connect to the listener that has the secret key of ``server_public``."""
+    """Connect to a listener, which must have the secret key that belongs to ``server_public``."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, server_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
@@ -341,6 +357,7 @@ def connect_encrypted(socket: zmq.Socket[Any], endpoint: str, server_public: str
 
 
 _MAKE_S = 30.0
+"""Timeout of the ``openssl`` command in seconds."""
 _COMMAND = (
     *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
     *("-keyout", "-", "-out", "-", "-days", "3650", "-subj", "/CN=realhf-run"),
@@ -349,8 +366,10 @@ _COMMAND = (
 
 
 def make_certificate() -> tuple[str, str]:
-    """Return a new certificate and its private key, both as PEM. Raises NetworkError where the command ``openssl`` is
-    missing or fails. No file is written."""
+    """Return a new certificate and its private key, both as PEM. No file is written.
+
+    Raises NetworkError if the command ``openssl`` is missing or fails.
+    """
     try:
         done = subprocess.run(_COMMAND, check=True, capture_output=True, text=True, timeout=_MAKE_S)
     except FileNotFoundError:
@@ -358,34 +377,38 @@ def make_certificate() -> tuple[str, str]:
             "network.bind: the command openssl is missing here; it makes the certificate of the run"
         ) from None
     except subprocess.SubprocessError as error:
-        said = (getattr(error, "stderr", "") or str(error)).strip()
-        raise NetworkError(f"network.bind: openssl could not make the certificate of the run: {said:.400}") from None
+        reason = (getattr(error, "stderr", "") or str(error)).strip()
+        raise NetworkError(f"network.bind: openssl could not make the certificate of the run: {reason:.400}") from None
     key, middle, rest = done.stdout.partition("-----END PRIVATE KEY-----\n")
     return rest, key + middle
 
 
-MOST_BYTES = 16 << 10
-"""A file of keys has at most so many."""
+MAX_KEY_FILE_BYTES = 16 << 10
+"""Maximum size of a file of keys."""
 STDIN = Path("-")
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{16,256}")
 
 
 @dataclass(frozen=True)
 class RunKeys:
-    """Holds one key pair for all sockets of a run that listen, one for all that connect, the token of its HTTP servers,
-    and the certificate of its bulk connections with the key of that. Nothing of it is shown when it is printed."""
+    """All keys of a run. The repr shows none of them."""
 
     server_public: str = field(repr=False)
+    """Key pair of all sockets that listen, in Z85."""
     server_secret: str = field(repr=False)
     client_public: str = field(repr=False)
+    """Key pair of all sockets that connect, in Z85."""
     client_secret: str = field(repr=False)
     token: str = field(repr=False)
+    """Token of the run's HTTP servers."""
     certificate: str = field(repr=False)
+    """Certificate of bulk connections and of the environment server, as PEM."""
     certificate_key: str = field(repr=False)
+    """Private key of the certificate, as PEM."""
 
     @staticmethod
     def make() -> RunKeys:
-        """Draw new keys. Raises NetworkError where ZeroMQ was built without encryption, or there is no ``openssl``."""
+        """Generate new keys. Raises NetworkError if ZeroMQ was built without encryption or ``openssl`` is missing."""
         server, client = CurvePair.make(), CurvePair.make()
         certificate, key = make_certificate()
         curve = (server.public, server.secret, client.public, client.secret)
@@ -393,47 +416,49 @@ class RunKeys:
 
     @property
     def server(self) -> CurvePair:
-        """The key pair of all that listen."""
+        """Key pair of the listening sockets."""
         return CurvePair(self.server_public, self.server_secret)
 
     @property
     def client(self) -> CurvePair:
-        """The key pair of all that connect."""
+        """Key pair of the connecting sockets."""
         return CurvePair(self.client_public, self.client_secret)
 
     def write(self, path: Path) -> None:
-        """Write the keys into a new file that only its owner can read. Raises OSError, also when it exists."""
+        """Write the keys into a new file that only its owner can read. Raises OSError, for example if it exists."""
         write_private(path, json.dumps(asdict(self)))
 
     def in_memory(self) -> Path:
-        """Keep the keys in memory of this process, see ``kept_in_memory``. Raises OSError."""
-        return kept_in_memory(json.dumps(asdict(self)))
+        """Keep the keys in memory of this process, see ``keep_in_memory``. Raises OSError."""
+        return keep_in_memory(json.dumps(asdict(self)))
 
     @staticmethod
     def read(path: Path) -> RunKeys:
-        """Read a file of keys. Raises NetworkError naming the file and what is wrong: it is missing or no ordinary
-        file, it is not the user's own, others may read it, or it holds something else. Waits for nobody, also where
-        the path is that of a pipe; but ``-`` is the standard input up to its end."""
+        """Read a file of keys; ``-`` is standard input up to its end. Never blocks on a pipe.
+
+        Raises NetworkError with the file and the problem: the file is missing, not a regular file, not owned by the
+        user, readable by others, or contains something else.
+        """
         try:
-            found = json.loads(private_text(path))
+            values = json.loads(read_private(path))
             names = [each.name for each in fields(RunKeys)]
-            if not isinstance(found, dict) or sorted(found) != sorted(names):
+            if not isinstance(values, dict) or sorted(values) != sorted(names):
                 raise ValueError("other fields")
-            if not all(isinstance(text, str) and text.isascii() and text for text in found.values()):
+            if not all(isinstance(text, str) and text.isascii() and text for text in values.values()):
                 raise ValueError("no texts")
-            keys = RunKeys(**found)
+            keys = RunKeys(**values)
         except NetworkError:
             raise
         except (ValueError, RecursionError):
             raise NetworkError(f"keys of the run: {path} is not a file of keys") from None
-        if fault := keys._fault():
+        if fault := keys._describe_fault():
             raise NetworkError(f"keys of the run: {path} holds {fault}; start the run anew, or copy the file again")
         return keys
 
-    def _fault(self) -> str:
-        """Return what is wrong with the values, without showing them, or ""."""
+    def _describe_fault(self) -> str:
+        """Describe what is wrong with the values, without showing them; "" if they are valid."""
         for name, pair in (("server", self.server), ("client", self.client)):
-            if fault := pair.fault(name):
+            if fault := pair.describe_fault(name):
                 return fault
         if not _TOKEN.fullmatch(self.token):
             return "a token with other characters than letters, digits, - and _"
@@ -448,21 +473,23 @@ class RunKeys:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a new file that only its owner can read. Raises OSError, also when it exists."""
+    """Write a new file that only its owner can read. Raises OSError, for example if it exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             os.fchmod(descriptor, 0o600)
             file.write(text)
     except OSError:
-        path.unlink(missing_ok=True)  # half a file would be refused by every launcher to come
+        path.unlink(missing_ok=True)  # every later launcher would refuse a truncated file
         raise
 
 
-def kept_in_memory(text: str) -> Path:
-    """Keep keys in memory of this process, and return a path by which processes of the same user on this machine read
-    them as long as this one lives: they are on no disk, and gone however it ends. The descriptor is the last part of
-    the path; ``forget`` closes it. Raises OSError."""
+def keep_in_memory(text: str) -> Path:
+    """Keep keys in an anonymous memory file of this process; return its path below /proc.
+
+    Processes of the same user on this machine can read the path as long as this process lives. The keys
+    are on no disk, and are gone when the process ends. ``forget`` closes the file. Raises OSError.
+    """
     descriptor = os.memfd_create("keys", os.MFD_CLOEXEC)
     with os.fdopen(os.dup(descriptor), "w", encoding="ascii") as file:
         os.fchmod(descriptor, 0o600)
@@ -471,17 +498,19 @@ def kept_in_memory(text: str) -> Path:
 
 
 def forget(path: Path) -> None:
-    """Give up what ``kept_in_memory`` has returned in this process."""
+    """Close the file that ``keep_in_memory`` returned in this process."""
     os.close(int(path.name))
 
 
-def private_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """Return the text of an ordinary file that only its owner, this user, can read; of ``-`` the standard input. Raises
-    NetworkError, or ValueError for what is no ASCII."""
+def read_private(path: Path, most_bytes: int = MAX_KEY_FILE_BYTES) -> str:
+    """Return the text of a regular file that only this user can read; ``-`` is standard input.
+
+    Raises NetworkError, or ValueError for text that is not ASCII.
+    """
     try:
         if path == STDIN:
             return sys.stdin.buffer.read(most_bytes).decode("ascii")
-        # A pipe or a device would otherwise be waited for; what is open here is what is looked at.
+        # O_NONBLOCK: opening a pipe or a device would block. The checks are of the opened file, not of the path.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             _check_owner(path, os.fstat(descriptor))
@@ -508,8 +537,10 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def require_loopback(address: str) -> str:
-    """Return the address if it is ``tcp://`` on a loopback interface. Raises NetworkError otherwise: without keys a
-    socket takes everybody, so nothing may listen where another host can reach it."""
+    """Return the address if it is ``tcp://`` on a loopback interface; otherwise raise NetworkError.
+
+    Without keys a socket accepts every connection, so it must not listen where another host can reach it.
+    """
     if not on_loopback(address):
         raise NetworkError(
             f"refusing to listen on {address!r:.80}: without the keys of a run only tcp:// on a loopback address is "
@@ -520,13 +551,15 @@ def require_loopback(address: str) -> str:
 
 @dataclass(frozen=True)
 class Network:
-    """Says where this process listens (``host``), how others reach it (``advertised``), and with which keys.
-    ``trusted`` is the option of that name. Raises NetworkError for another address than loopback without keys."""
+    """Network settings of a process. Raises NetworkError for an address other than loopback without keys."""
 
     host: str = LOOPBACK_ADDRESS
+    """Address at which the process listens."""
     advertised: str = LOOPBACK_ADDRESS
+    """Address at which others reach it."""
     keys: RunKeys | None = None
     trusted: bool = False
+    """Option ``network.trusted``: bulk connections are not encrypted after the handshake."""
 
     def __post_init__(self) -> None:
         if self.keys is None:
@@ -534,10 +567,10 @@ class Network:
 
     @staticmethod
     def of_master(config: NetworkConfig, keys: RunKeys | None) -> Network:
-        """Return the network of a master. Raises NetworkError naming the option that is wrong."""
+        """Return the settings of a master. Raises NetworkError naming the wrong option."""
         if not config.bind:
             return Network(keys=keys)
-        host = config.bind if config.bind == WILDCARD else resolved(config.bind, "network.bind")
+        host = config.bind if config.bind == WILDCARD else resolve_host(config.bind, "network.bind")
         if is_loopback_host(host) and not is_loopback_host(config.bind):
             raise NetworkError(
                 f"network.bind={config.bind}: on this host the name means the loopback ({host}); give an address that "
@@ -547,31 +580,35 @@ class Network:
 
     @staticmethod
     def of_worker(config: NetworkConfig, keys: RunKeys | None, master: str) -> Network:
-        """Return the network of a worker of the master at ``master``, tcp://HOST:PORT. Raises NetworkError when it
-        cannot be reached from here."""
+        """Return the settings of a worker of the master at ``master``, tcp://HOST:PORT.
+
+        Raises NetworkError without a route to the master.
+        """
         own = LOOPBACK_ADDRESS if on_loopback(master) else address_towards(host_of(master))
         return Network(WILDCARD if config.bind == WILDCARD else own, own, keys, config.trusted)
 
     @property
     def protected(self) -> bool:
-        """Whether sockets are encrypted and take nobody without the keys of the run."""
+        """Whether sockets are encrypted and accept only peers with the keys of the run."""
         return self.keys is not None
 
-    def reached_at(self, url: str) -> str:
-        """Return the address at which others reach an HTTP server that listens at ``url`` in this process."""
+    def public_url(self, url: str) -> str:
+        """Return the URL at which others reach an HTTP server of this process that listens at ``url``."""
         parts = urlsplit(url)
         return url if parts.hostname != WILDCARD else f"{parts.scheme}://{self.advertised}:{parts.port}"
 
     def with_token(self, url: str) -> str:
-        """Return the address of an HTTP server of the run with the token that it wants, as ``http://:TOKEN@HOST:PORT``.
-        Only the client that it is for takes it; it is in no message."""
+        """Return the URL of an HTTP server of the run with its token, as ``http://:TOKEN@HOST:PORT``.
+
+        For the client of that server only; it must not be sent in a message.
+        """
         if self.keys is None:
             return url
         scheme, _, rest = url.partition("://")
         return f"{scheme}://:{self.keys.token}@{rest}"
 
     def context(self) -> zmq.Context[Any]:
-        """Make a context for sockets that listen; those that connect may share it."""
+        """Create a ZeroMQ context for listening sockets, with an authenticator; connecting sockets may share it."""
         context: zmq.Context[Any] = zmq.Context(io_threads=1)
         if self.keys is not None:
             known = self.keys.client_public
@@ -579,12 +616,14 @@ class Network:
         return context
 
     def listen(self, socket: zmq.Socket[Any], bind: str = "") -> str:
-        """Listen with a socket of a context of ``context``, on any free port of ``host``, or at ``bind`` (tcp://...).
-        Returns the endpoint at which others reach it. Raises AddressTaken, or NetworkError for an address that is not
-        of this host, and for one other than loopback without keys."""
+        """Listen at ``bind`` (tcp://...) or on any free port of ``host``; return the endpoint for others.
+
+        The socket must be of a context from ``context``. Raises AddressTaken, or NetworkError for an address of
+        another host, and without keys for any address but loopback.
+        """
         address = bind or f"tcp://{self.host}:0"
         if self.keys is None:
-            endpoint = bound(socket, require_loopback(address))
+            endpoint = bind_socket(socket, require_loopback(address))
         else:
             endpoint = listen_encrypted(socket, address, self.keys.server)
         if bind or self.host == self.advertised:
@@ -592,8 +631,10 @@ class Network:
         return f"tcp://{self.advertised}:{endpoint.rpartition(':')[2]}"
 
     def connect(self, socket: zmq.Socket[Any], endpoint: str) -> None:
-        """Connect to a listener of the run. Raises NetworkError for one that is not on the loopback where there are no
-        keys: what is sent would be readable on the way."""
+        """Connect to a listener of the run.
+
+        Without keys raises NetworkError for any address but loopback: messages would be readable on the way.
+        """
         if self.keys is None:
             if not on_loopback(endpoint):
                 raise NetworkError(
@@ -607,4 +648,4 @@ class Network:
 
 
 LOOPBACK = Network()
-"""The network of a run that one host has for itself: nothing is encrypted, since nothing leaves it."""
+"""Network settings of a run on one host: nothing is encrypted, since nothing leaves the host."""

@@ -1,8 +1,9 @@
-"""Describes who takes part in a run, and tells each worker what has changed among the others since it was told last.
+"""Roster of the workers of a run, and its incremental announcement to every worker.
 
-A roster that goes as a whole to everybody with every change grows with the square of the workers, and with thousands of
-them fills no message any more. A worker that serves nobody, as a rollout worker, hears only of those that serve: it
-calls no others, and nobody calls it but the master.
+Sending the whole roster to all workers after each change would grow with the square of their number, and
+with thousands of workers it would not fit into a message. So each worker receives only the changes
+since the last announcement to it. A worker without services, such as a rollout worker, receives only the
+workers that have services: it calls no others, and only the master calls it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,30 @@ from realhf.transport.errors import ProtocolError
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Describes one registered worker. ``endpoints`` maps a service to its address, e.g. ``{"env": "http://..."}``;
-    ``machine`` is the same for workers of one host (``host_token``), whose names may be the same on several, and
-    ``started`` (``start_time``) tells its process from others that had its number."""
+    """One registered worker."""
 
     name: str
     kind: str
     index: int
     host: str
+    """Host name; several hosts may have the same one."""
     pid: int
     data_endpoint: str = ""
+    """Address of its data plane; "" without one."""
     endpoints: dict[str, str] = field(default_factory=dict)
+    """Addresses of its services by name, e.g. ``{"env": "http://..."}``."""
     machine: str = ""
+    """Identity of the host (``host_token``), which is unique."""
     started: int = 0
+    """Start time of the process (``start_time``), which distinguishes it from others with the same pid."""
 
     def to_map(self, *, listed: bool = True) -> dict[str, Any]:
-        """Return the worker as plain data, without the addresses of its services unless ``listed``."""
+        """Return the worker as plain data; unless ``listed``, without the addresses of its services."""
         return asdict(self) if listed else {**asdict(self), "endpoints": {}}
 
     @staticmethod
     def from_map(value: Any) -> WorkerInfo:
-        """Read what ``to_map`` returned. Raises ProtocolError on a map that does not describe a worker."""
+        """Parse the result of ``to_map``. Raises ProtocolError for anything else."""
         try:
             info = WorkerInfo(**value)
         except TypeError as error:
@@ -56,48 +60,59 @@ class WorkerInfo:
 
 
 SHARE = 0.1
-"""Most of the loop's time that telling all workers may take, however many come and go."""
+"""Maximum share of the event loop's time for announcements, however often workers join and leave."""
 
 
-class _Change(NamedTuple):
+class _RosterChange(NamedTuple):
+    """The last change of one worker."""
+
     version: int
     serves: bool
+    """Whether the worker has services."""
 
 
-class RosterNews:
-    """Belongs to the running loop. ``roster``: who takes part now; ``unlisted``: whose services are not shown;
-    ``send(name, version, payload)`` tells a worker. ``version`` counts changes."""
+class RosterAnnouncer:
+    """Sender of roster changes to workers. Belongs to the running loop.
+
+    roster: the current workers by name. unlisted: names of workers whose services are hidden from others.
+    send: (name, version, payload) -> None sends an announcement to a worker. ``version`` counts changes.
+    """
 
     def __init__(
         self, roster: Mapping[str, WorkerInfo], unlisted: set[str], send: Callable[[str, int, bytes], None]
     ) -> None:
-        self._roster, self._unlisted, self._send = roster, unlisted, send
-        self._changes: dict[str, _Change] = {}
-        self._told: dict[str, int] = {}
+        self._roster = roster
+        self._unlisted = unlisted
+        self._send = send
+        # In the order of their versions, so that a walk from the end meets the newest first.
+        self._changes: dict[str, _RosterChange] = {}
+        self._announced_version: dict[str, int] = {}
         self._packed: dict[tuple[int, bool], bytes | None] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._tell_after = 0.0
+        self._next_round_at = 0.0
         self.version = 0
 
-    def changed(self, info: WorkerInfo) -> None:
-        """A worker has joined or left, or is shown in another way: have everybody told, together with other changes
-        that come soon after."""
+    def announce_later(self, info: WorkerInfo) -> None:
+        """Schedule an announcement to all workers: this one has joined, left or changed its listing.
+
+        Changes that follow soon are announced together.
+        """
         self.version += 1
         self._changes.pop(info.name, None)
-        self._changes[info.name] = _Change(self.version, serves(info))
+        self._changes[info.name] = _RosterChange(self.version, serves(info))
         self._packed.clear()
         if info.name not in self._roster:
-            self._told.pop(info.name, None)
+            self._announced_version.pop(info.name, None)
         if self._timer is None:
-            wait_s = max(0.0, self._tell_after - process_clock.now())
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._tell_all)
+            wait_s = max(0.0, self._next_round_at - process_clock.now())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._announce_to_all)
 
-    def tell(self, name: str) -> None:
-        """Tell a worker now what it has not been told."""
-        told = self._told.get(name, 0)
-        if told < self.version:
-            self._told[name] = self.version
-            kind = (told, serves(self._roster[name]))
+    def announce(self, name: str) -> None:
+        """Send a worker the changes since the last announcement to it, if there are any."""
+        announced_version = self._announced_version.get(name, 0)
+        if announced_version < self.version:
+            self._announced_version[name] = self.version
+            kind = (announced_version, serves(self._roster[name]))
             if kind not in self._packed:
                 self._packed[kind] = self._pack(*kind)
             payload = self._packed[kind]
@@ -105,21 +120,25 @@ class RosterNews:
                 self._send(name, self.version, payload)
 
     def close(self) -> None:
-        """Nobody is told any more."""
+        """Cancel the scheduled announcement."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _tell_all(self) -> None:
-        self._timer, began = None, process_clock.now()
+    def _announce_to_all(self) -> None:
+        self._timer = None
+        began = process_clock.now()
         for name in self._roster:
-            self.tell(name)
+            self.announce(name)
         now = process_clock.now()
-        self._tell_after = now + (now - began) / SHARE
+        self._next_round_at = now + (now - began) / SHARE
 
     def _pack(self, version: int, everybody: bool) -> bytes | None:
-        """Return what has changed since ``version``, for those that hear of everybody or for the others; None if that
-        is nothing."""
-        workers, gone = [], []
+        """Encode the changes since ``version``; None if there are none.
+
+        everybody: include workers without services.
+        """
+        workers = []
+        gone = []
         for name, change in reversed(self._changes.items()):
             if change.version <= version:
                 break

@@ -1,11 +1,12 @@
-"""Implements the master's end of the request-reply protocol (docs/reference/dataflow.md 6).
+"""The master's end of the request-reply protocol (docs/reference/dataflow.md 6).
 
 One ROUTER socket lives on the event loop's thread; there is no polling and no thread between a call and the
-wire. ``call`` enqueues before it returns, so the order of calls is the order of the code, on every worker.
+wire. ``call`` enqueues before it returns, so every worker receives calls in the order of the code.
 
-A worker serves a lane strictly one call after another. So the deadline of a call begins when it is the next to be
-served, not when it is sent: a short call behind a long one is not late because the other is long. Its wait is bounded
-all the same, because each call before it has a deadline, and the death of a worker ends all of them.
+A worker serves the calls of a lane strictly one after another. The timeout of a call therefore starts
+when the calls before it are finished, not when it is sent: a short call behind a long one does not time
+out because the other is long. Its wait is bounded all the same, because each call before it has a
+timeout, and the death of a worker ends all of them.
 """
 
 from __future__ import annotations
@@ -35,32 +36,41 @@ from realhf.transport.errors import (
 )
 from realhf.transport.heartbeat import HeartbeatServer
 from realhf.transport.network import LOOPBACK, Network
-from realhf.transport.roster import RosterNews, WorkerInfo
-from realhf.transport.sockets import LoopListener, differences
+from realhf.transport.roster import RosterAnnouncer, WorkerInfo
+from realhf.transport.sockets import LoopListener, describe_version_differences
 
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """Holds a request that has no answer yet. When its caller gives it up, ``future`` is done, but the request keeps
-    its place in the lane until the worker answers, because the worker may be in the middle of it."""
+    """A request without an answer.
+
+    If its caller cancels it, ``future`` is done, but the request keeps its place in the lane until
+    the worker answers, because the worker may be executing it.
+    """
 
     id: bytes
     worker: str
     handler: str
     mfc: str
+    """Name of the model function call that it belongs to; "" for other calls."""
     step: int
     no: int
+    """Number of the call on the ordered lane; 0 on the immediate lane."""
     timeout_s: float
     future: asyncio.Future[Any]
     timer: asyncio.TimerHandle | None = None
+    """Timer of the timeout; None before the turn of the call."""
 
 
 class CallLane:
-    """Bounds the turn of each call of a lane. When a turn has lasted ``timeout_s``, the call leaves the lane and
-    ``expire(call)`` is called."""
+    """Queue of the calls of a lane, with a timeout for the first one.
+
+    When the first call has been first for its ``timeout_s``, it is removed and ``expire(call)`` is called.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[PendingCall], None]) -> None:
-        self._loop, self._expire = loop, expire
+        self._loop = loop
+        self._expire = expire
         self._calls: dict[bytes, PendingCall] = {}
 
     def add(self, call: PendingCall) -> None:
@@ -68,15 +78,15 @@ class CallLane:
         self._calls[call.id] = call
         self._begin_next()
 
-    def over(self, call: PendingCall) -> None:
-        """Remove a call that the worker has answered or will never answer; the turn of the next one begins."""
+    def remove(self, call: PendingCall) -> None:
+        """Remove a call that the worker has answered or will never answer; start the timeout of the next one."""
         if call.timer is not None:
             call.timer.cancel()
         if self._calls.pop(call.id, None) is not None:
             self._begin_next()
 
     def clear(self) -> list[PendingCall]:
-        """Empty the lane of a worker that is gone; return its calls, in order."""
+        """Remove all calls, of a worker that is gone; return them in order."""
         calls = list(self._calls.values())
         self._calls.clear()
         for call in calls:
@@ -87,15 +97,15 @@ class CallLane:
     def _begin_next(self) -> None:
         call = next(iter(self._calls.values()), None)
         if call is not None and call.timer is None:
-            call.timer = self._loop.call_later(call.timeout_s, self._too_late, call)
+            call.timer = self._loop.call_later(call.timeout_s, self._on_timeout, call)
 
-    def _too_late(self, call: PendingCall) -> None:
-        self.over(call)
+    def _on_timeout(self, call: PendingCall) -> None:
+        self.remove(call)
         self._expire(call)
 
 
 def remote_error(call: PendingCall, value: Any) -> RpcError:
-    """Turn a worker's error answer to this call into an exception."""
+    """Return the exception for a worker's error answer to this call."""
     if not isinstance(value, dict):
         return ProtocolError(f"worker {call.worker!r} sent a malformed error")
     message = str(value.get("message", ""))
@@ -115,22 +125,29 @@ def remote_error(call: PendingCall, value: Any) -> RpcError:
 _log = logging.getLogger(__name__)
 
 BYE_TIMEOUT_S = 3.0
-"""How long ``close`` waits for the workers' answers to its bye."""
+"""Seconds that ``close`` waits for the workers' answers to its bye."""
 BROKEN_S = 1.0
-"""A worker whose connection is gone has ended, which is seen within this time, or lives and cannot be reached."""
+"""Seconds from a broken connection until the worker counts as dead. If its process has ended, the kernel
+reports that first, with a better reason."""
 
 
 @dataclass
 class _Peer:
-    """Holds a registered worker. ``lanes``: the lane of each handler; ``calls``: the unanswered calls of each lane."""
+    """A registered worker."""
 
     info: WorkerInfo
     session: bytes
+    """Random number of the worker's process."""
     control: bytes
+    """ZeroMQ identity of its control connection."""
     ordered: bytes
+    """ZeroMQ identity of its ordered connection."""
     lanes: dict[str, str]
+    """Lane of each handler, ordered or immediate."""
     calls: dict[str, CallLane]
+    """Unanswered calls by lane."""
     next_no: int = 1
+    """Number of the next call on the ordered lane."""
 
     def lane(self, call: PendingCall) -> CallLane:
         """Return the lane that a call is in."""
@@ -138,12 +155,13 @@ class _Peer:
 
 
 class RpcMaster:
-    """Calls workers. All methods belong to the event loop's thread.
+    """The master's side of the calls to workers. All methods must be called on the event loop's thread.
 
-    A worker is dead when its process on this host ends, or
-    after ``dead_after_s`` without a heartbeat; ``on_death(name, reason)`` is then called on the loop and all its calls
-    fail with WorkerDied. ``on_join`` is called with every worker that registers, ``on_left(name, reason)`` with every
-    worker that leaves on its own before ``close``.
+    A worker is dead when its process on this host ends, or after ``dead_after_s`` seconds without a
+    heartbeat; all its calls then fail with WorkerDied. Callbacks run on the loop:
+
+    on_death: (name, reason) of a worker that died. on_join: each worker that registers.
+    on_left: (name, reason) of each worker that leaves on its own before ``close``.
     """
 
     def __init__(
@@ -159,8 +177,11 @@ class RpcMaster:
     ) -> None:
         self._run_id = run_id
         self._network = network
-        self._heartbeat_s, self._dead_after_s = heartbeat_s, dead_after_s
-        self._on_death, self._on_join, self._on_left = on_death, on_join, on_left
+        self._heartbeat_s = heartbeat_s
+        self._dead_after_s = dead_after_s
+        self._on_death = on_death
+        self._on_join = on_join
+        self._on_left = on_left
         self._peers: dict[str, _Peer] = {}
         self._names: dict[bytes, str] = {}
         self._ordered_lanes: dict[bytes, bytes] = {}
@@ -171,23 +192,26 @@ class RpcMaster:
         self._left = asyncio.Event()
         self._closing = False
         self.roster: dict[str, WorkerInfo] = {}
-        self.news = RosterNews(self.roster, self._unlisted, self._tell)
+        self.announcer = RosterAnnouncer(self.roster, self._unlisted, self._send_announcement)
         self.endpoint = ""
 
     async def start(self) -> None:
-        """Bind the sockets. Raises RpcError when the address is taken, NetworkError when it is not of this host; then
-        nothing is left open."""
+        """Bind the sockets.
+
+        Raises RpcError if the address is taken, NetworkError if it is not of this host; then nothing is
+        left open.
+        """
         self._loop = asyncio.get_running_loop()
         context = self._network.context()
         try:
-            # The heartbeat comes first: when it cannot listen, the loop knows nothing of a socket yet.
+            # The heartbeat comes first: if it cannot listen, no socket is registered with the loop yet.
             self._heartbeat = HeartbeatServer(
                 self._run_id,
                 context,
                 self._network,
                 interval_s=self._heartbeat_s,
                 dead_after_s=self._dead_after_s,
-                on_death=self._death_seen,
+                on_death=self._on_worker_death,
             )
             try:
                 self._listener = LoopListener(
@@ -195,7 +219,7 @@ class RpcMaster:
                     context,
                     self._network.listen,
                     self._dispatch,
-                    self._of_other_protocol,
+                    self._refuse_other_protocol,
                     mandatory=True,
                 )
             except BaseException:
@@ -210,12 +234,14 @@ class RpcMaster:
 
     @property
     def dropped_messages(self) -> int:
-        """Number of messages that came and were none, or answers that nobody waits for any more."""
+        """Number of messages that were malformed, or answered a call that is no longer pending."""
         return self._listener.dropped_messages
 
     async def wait_for(self, names: Iterable[str], timeout_s: float) -> None:
-        """Wait until all these workers have registered. Raises RpcTimeout naming the missing ones, or WorkerDied when
-        one died meanwhile."""
+        """Wait until all these workers have registered.
+
+        Raises RpcTimeout naming the missing ones, or WorkerDied if one of them dies.
+        """
         wanted = list(names)
         deadline = process_clock.now() + timeout_s
         while missing := [name for name in wanted if name not in self.roster]:
@@ -239,11 +265,11 @@ class RpcMaster:
         step: int = -1,
         mfc: str = "",
     ) -> asyncio.Future[Any]:
-        """Send a request now; the returned future yields the handler's result.
+        """Send a request at once; return a future of the handler's result.
 
-        ``timeout_s`` counts from the moment at which all earlier calls of the handler's lane are over. The future fails
-        with RpcTimeout, WorkerDied, RemoteError or ProtocolError. Cancelling it cancels the call if the worker has not
-        begun it.
+        ``timeout_s`` counts from the moment at which all earlier calls of the handler's lane are finished.
+        The future fails with RpcTimeout, WorkerDied, RemoteError or ProtocolError. Cancelling it cancels
+        the call if the worker has not begun it.
         """
         future: asyncio.Future[Any] = self._loop.create_future()
         try:
@@ -253,26 +279,28 @@ class RpcMaster:
         return future
 
     async def close(self) -> None:
-        """Say bye to every worker, wait a moment for their answers and release all ports. Calls in flight fail."""
+        """Say bye to every worker, wait up to BYE_TIMEOUT_S for answers, release all ports. Calls in flight fail."""
         if self._closing or not self.endpoint:
             return
         self._closing = True
         deadline = process_clock.now() + BYE_TIMEOUT_S
         for peer in list(self._peers.values()):
-            self._say(peer.control, peer.session, "bye")
+            self._send_control(peer.control, peer.session, "bye")
         while self._peers and process_clock.now() < deadline:
             self._left.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._left.wait(), deadline - process_clock.now())
         for name in list(self._peers):
             self._remove(name, "the master is closing")
-        self.news.close()
+        self.announcer.close()
         self._heartbeat.close()
         await self._listener.close()
 
     def fail_worker(self, name: str, reason: str) -> None:
-        """Declare a worker dead, e.g. because its supervisor saw it exit. For a worker that is not known to be alive,
-        the only effect is that ``wait_for`` no longer waits for it."""
+        """Declare a worker dead, for example because its supervisor saw it exit.
+
+        For a worker that has not registered, the only effect is that ``wait_for`` fails.
+        """
         self._dead[name] = reason
         self._joined.set()
         if name in self._peers:
@@ -282,27 +310,29 @@ class RpcMaster:
                 self._on_death(name, reason)
 
     def dismiss(self, worker: str, reason: str) -> None:
-        """Order a worker to leave and count it as dead from now on. A successor may take its name."""
+        """Order a worker to leave, and treat it as dead from now on. A successor may take its name."""
         peer = self._peers.get(worker)
         if peer is not None:
-            self._say(peer.control, peer.session, "bye")
+            self._send_control(peer.control, peer.session, "bye")
             self.fail_worker(worker, reason)
 
     def list_services(self, worker: str, listed: bool) -> None:
-        """Set whether the roster sent to workers shows the addresses of this one. At first it does, unless ``on_join``
-        decides otherwise. ``roster`` here always has them."""
+        """Set whether announcements to workers contain the addresses of this worker's services.
+
+        They do initially, unless ``on_join`` has called this. ``roster`` always has the addresses.
+        """
         if worker not in self._peers or listed == (worker not in self._unlisted):
             return
         (self._unlisted.discard if listed else self._unlisted.add)(worker)
-        self.news.changed(self.roster[worker])
+        self.announcer.announce_later(self.roster[worker])
 
     def loads(self) -> list[tuple[str, str, HostLoad]]:
-        """Return name, ``host_token`` and load of the host of every worker that has said it: those of other hosts."""
-        said = [(peer.info, self._heartbeat.load(peer.session)) for peer in self._peers.values()]
-        return [(info.host, info.machine, load) for info, load in said if load is not None]
+        """Return host name, ``host_token`` and load for each worker that reports it: those of other hosts."""
+        reports = [(peer.info, self._heartbeat.load(peer.session)) for peer in self._peers.values()]
+        return [(info.host, info.machine, load) for info, load in reports if load is not None]
 
     def expect(self, name: str) -> None:
-        """Announce that a new process is being started under this name, and forget the death of the previous one."""
+        """Forget the death of a worker: a new process is being started under its name."""
         self._dead.pop(name, None)
 
     # ---- sending
@@ -323,18 +353,18 @@ class RpcMaster:
         lane = peer.lanes.get(handler)
         if lane is None:
             raise ProtocolError(f"worker {worker!r} has no handler {handler!r}; it has {sorted(peer.lanes)}")
-        self.news.tell(worker)
+        self.announcer.announce(worker)
         request_id = os.urandom(16)
         no = peer.next_no if lane == "ordered" else 0
-        said = {"handler": handler, "mfc": mfc, "step": step, "deadline_ms": int(timeout_s * 1000)}
-        header = pack_header("request", self._run_id, peer.session, id=request_id, no=no, **said)
+        fields = {"handler": handler, "mfc": mfc, "step": step, "deadline_ms": int(timeout_s * 1000)}
+        header = pack_header("request", self._run_id, peer.session, id=request_id, no=no, **fields)
         identity = peer.ordered if no else peer.control
         try:
             self._listener.send(identity, header, pack_payload(payload))
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                # ZeroMQ may connect anew by itself, and the worker live on: nothing that is said to it here arrives.
-                # If its process has ended, that is said before.
+                # ZeroMQ may reconnect under a new identity while the worker lives on, but messages to
+                # this identity never arrive: the worker counts as dead.
                 self._loop.call_later(BROKEN_S, self._confirm_death, worker, peer.session, "its connection broke")
             raise WorkerDied(worker, f"its connection is gone or full ({error})") from None
         if no:
@@ -342,22 +372,22 @@ class RpcMaster:
         entry = PendingCall(request_id, worker, handler, mfc, step, no, timeout_s, future)
         self._pending[request_id] = entry
         peer.lane(entry).add(entry)
-        future.add_done_callback(lambda done: self._give_up(entry) if done.cancelled() else None)
+        future.add_done_callback(lambda done: self._cancel(entry) if done.cancelled() else None)
 
-    def _say(self, identity: bytes, session: bytes, kind: str, *payload: bytes, **fields: Any) -> None:
-        """Send a control message; a peer that is gone is noticed by its heartbeat."""
+    def _send_control(self, identity: bytes, session: bytes, kind: str, *payload: bytes, **fields: Any) -> None:
+        """Send a control message. Errors are ignored: the heartbeat detects a peer that is gone."""
         header = pack_header(kind, self._run_id, session, **fields)
         with contextlib.suppress(zmq.ZMQError):
             self._listener.send(identity, header, *payload)
 
     # ---- receiving
 
-    def _of_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
-        """Refuse a worker of another version; it reads at least the version of the answer."""
+    def _refuse_other_protocol(self, identity: bytes, header: dict[str, Any]) -> None:
+        """Refuse a worker of another protocol version, which can read at least the version of the answer."""
         session = header.get("session")
         if header.get("kind") == "hello" and isinstance(session, bytes):
-            different = differences(header.get("versions"), str(header.get("node", "its host")))
-            self._say(identity, session, "refused", reason=f"versions differ: {different}")
+            different = describe_version_differences(header.get("versions"), str(header.get("node", "its host")))
+            self._send_control(identity, session, "refused", reason=f"versions differ: {different}")
 
     def _dispatch(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
         kind, session = header.get("kind"), envelope.field(header, "session", bytes)
@@ -370,7 +400,7 @@ class RpcMaster:
             self._answer(header, session, payload)
         elif kind == "bye":
             name = self._names.get(session)
-            self._say(identity, session, "bye")
+            self._send_control(identity, session, "bye")
             if name is not None:
                 self._remove(name, "it left")
                 if self._on_left is not None and not self._closing:
@@ -386,7 +416,7 @@ class RpcMaster:
         if self._peers[entry.worker].session != session:
             raise ProtocolError(f"reply for worker {entry.worker!r} from a previous process")
         del self._pending[entry.id]
-        self._peers[entry.worker].lane(entry).over(entry)
+        self._peers[entry.worker].lane(entry).remove(entry)
         if entry.future.done():
             return
         try:
@@ -403,22 +433,22 @@ class RpcMaster:
     def _hello(self, identity: bytes, header: dict[str, Any], session: bytes) -> None:
         if header.get("run") != self._run_id:
             reason = f"this is run {self._run_id!r}, the worker belongs to {header.get('run')!r}"
-            self._say(identity, session, "refused", reason=reason)
+            self._send_control(identity, session, "refused", reason=reason)
             return
         ordered = header.get("lane") == "ordered"
         info = None if ordered else WorkerInfo.from_map(header.get("info"))
-        if different := differences(header.get("versions"), str(header.get("node", "its host"))):
-            self._say(identity, session, "refused", reason=f"versions differ: {different}")
+        if different := describe_version_differences(header.get("versions"), str(header.get("node", "its host"))):
+            self._send_control(identity, session, "refused", reason=f"versions differ: {different}")
             return
         if info is None:
             self._ordered_lanes[session] = identity
-            self._say(identity, session, "hello_ack")
+            self._send_control(identity, session, "hello_ack")
             return
         reason = self._register(identity, header, session, info)
         if reason:
-            self._say(identity, session, "refused", reason=reason)
+            self._send_control(identity, session, "refused", reason=reason)
             return
-        self._say(
+        self._send_control(
             identity,
             session,
             "hello_ack",
@@ -428,7 +458,7 @@ class RpcMaster:
         )
         if self._on_join is not None:
             self._on_join(info)
-        self.news.changed(info)
+        self.announcer.announce_later(info)
         self._joined.set()
 
     def _register(self, identity: bytes, header: dict[str, Any], session: bytes, info: WorkerInfo) -> str:
@@ -436,7 +466,7 @@ class RpcMaster:
         ordered = self._ordered_lanes.pop(session, None)
         if ordered is None:
             return "its ordered lane is not connected"
-        # Whoever starts workers gives a name again only when its process has ended, or cannot be reached any more.
+        # The launcher reuses a name only if its previous process has ended or is unreachable.
         self.dismiss(info.name, "its successor has registered")
         lanes = envelope.field(header, "lanes", dict)
         try:
@@ -450,16 +480,16 @@ class RpcMaster:
         self.roster[info.name] = info
         return ""
 
-    def _tell(self, name: str, version: int, news: bytes) -> None:
+    def _send_announcement(self, name: str, version: int, news: bytes) -> None:
         peer = self._peers[name]
-        self._say(peer.control, peer.session, "roster", news, version=version)
+        self._send_control(peer.control, peer.session, "roster", news, version=version)
 
     # ---- ends
 
     def _expire(self, entry: PendingCall) -> None:
         del self._pending[entry.id]
         state = self._heartbeat.state(self._peers[entry.worker].session)
-        self._give_up(entry)
+        self._cancel(entry)
         self._fail(
             entry.future,
             RpcTimeout(
@@ -468,13 +498,13 @@ class RpcMaster:
             ),
         )
 
-    def _give_up(self, entry: PendingCall) -> None:
-        """Tell the worker that nobody waits for this call any more."""
+    def _cancel(self, entry: PendingCall) -> None:
+        """Send the worker a cancellation of a call."""
         if entry.worker in self._peers:
             peer = self._peers[entry.worker]
-            self._say(peer.control, peer.session, "cancel", id=entry.id, no=entry.no)
+            self._send_control(peer.control, peer.session, "cancel", id=entry.id, no=entry.no)
 
-    def _death_seen(self, name: str, session: bytes, reason: str) -> None:
+    def _on_worker_death(self, name: str, session: bytes, reason: str) -> None:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._confirm_death, name, session, reason)
 
@@ -493,11 +523,12 @@ class RpcMaster:
         self._heartbeat.forget(peer.session)
         self._left.set()
         if not self._closing:
-            self.news.changed(peer.info)
+            self.announcer.announce_later(peer.info)
 
     @staticmethod
     def _fail(future: asyncio.Future[Any], error: Exception) -> None:
         if not future.done():
             future.set_exception(error)
-            # The death of the worker is reported elsewhere, so asyncio need not warn of a failure that nobody awaited.
+            # Marks the exception as retrieved. The death of the worker is reported elsewhere, so asyncio
+            # need not warn of a future that was never awaited.
             future.exception()

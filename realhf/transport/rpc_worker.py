@@ -1,8 +1,8 @@
-"""Implements a worker's end of the request-reply protocol (docs/reference/dataflow.md 6).
+"""A worker's end of the request-reply protocol (docs/reference/dataflow.md 6).
 
 Ordered handlers run on the thread that calls ``run``, which owns the ordered lane's socket: no thread lies
-between the wire and the computation. Immediate handlers, the roster and cancellations have a socket and a
-thread of their own, heartbeats another, so all of them live while a computation runs.
+between the wire and the computation. Immediate handlers, roster announcements and cancellations have a
+socket and a thread of their own, heartbeats another one, so they work while a computation runs.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from realhf.transport.errors import LOST_MASTER, CallCancelled, MasterLost, Prot
 from realhf.transport.heartbeat import HeartbeatClient
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
-from realhf.transport.sockets import Waker, dealer, greeted, own_versions
+from realhf.transport.sockets import Waker, dealer, own_versions, say_hello
 
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[Any], Any]
+"""Payload -> result, both plain data for msgpack."""
 BYE_TIMEOUT_S = 2.0
-"""How long a worker that leaves waits for the master's answer."""
+"""Seconds that a worker that leaves waits for the master's answer."""
 LINGER_MS = 1000
+"""Milliseconds that closing a socket waits for unsent messages."""
 
 
 class RpcWorker:
-    """Serves calls of the master until it says bye.
+    """Server of the master's calls in a worker process.
 
-    ``ordered`` handlers run strictly one after the other in the order of the master's calls; ``immediate`` ones run
-    beside them. A handler takes the payload and returns msgpack-able data; what it raises reaches the caller as
-    RemoteError and the worker goes on. ``on_roster`` is called with every new roster, on the control lane's thread.
-    ``leave_within_s`` bounds how long the process may live after the master's bye, for instance in a handler that
-    hangs; then it is ended (None: never).
+    ordered: handlers that run one after the other, in the order of the master's calls. immediate: handlers that
+    run at any time on a thread of their own. An exception in a handler reaches the caller as RemoteError,
+    and the worker continues. on_roster: called with every new roster, on the control lane's thread.
+    leave_within_s: seconds after the master's bye within which the process must end, or it is killed, for
+    instance in a handler that hangs (None: no limit).
     """
 
     def __init__(
@@ -77,65 +79,76 @@ class RpcWorker:
             host_token(),
             start_time(os.getpid()),
         )
-        self._run_id, self._endpoint, self._network = run_id, master_endpoint, network
-        self._ordered, self._immediate = dict(ordered), dict(immediate or {})
+        self._run_id = run_id
+        self._endpoint = master_endpoint
+        self._network = network
+        self._ordered = dict(ordered)
+        self._immediate = dict(immediate or {})
         both = sorted(set(self._ordered) & set(self._immediate))
         if both:
             raise ValueError(f"handlers {both} are both ordered and immediate")
-        self._connect_timeout_s, self._master_lost_after_s = connect_timeout_s, master_lost_after_s
+        self._connect_timeout_s = connect_timeout_s
+        self._master_lost_after_s = master_lost_after_s
         self._session = os.urandom(16)
-        self._waker, self._control_waker = Waker(), Waker()
+        self._waker = Waker()
+        self._control_waker = Waker()
         self._stopping = threading.Event()
         self._lost = ""
         self._control_failure: BaseException | None = None
         self._last_no = 0
-        # Guards the start of a call against its cancellation: a cancelled call either never starts or learns of it.
+        # Guards the start of a call against its cancellation: a cancelled call either never starts or
+        # sees ``is_running_call_cancelled``.
         self._begin_lock = threading.Lock()
         self._running: tuple[bytes, str, float] | None = None
         self._cancelled: set[bytes] = set()
-        self._abandoned: bytes | None = None
+        self._cancelled_running: bytes | None = None
         self._roster: dict[str, WorkerInfo] = {}
         self._roster_version = -1
-        self._on_roster, self._leave_within_s = on_roster, leave_within_s
+        self._on_roster = on_roster
+        self._leave_within_s = leave_within_s
         self.dropped_messages = 0
 
     @property
     def roster(self) -> dict[str, WorkerInfo]:
-        """Whom the master has told of; a worker that serves nobody hears of those that serve only."""
+        """Workers announced by the master, by name; to a worker without services only those that have services."""
         return dict(self._roster)
 
-    def given_up(self) -> bool:
-        """Whether the master has cancelled the ordered call that is running. May be read on any thread."""
+    def is_running_call_cancelled(self) -> bool:
+        """Return whether the master has cancelled the ordered call that is running. Thread-safe."""
         with self._begin_lock:
-            return self._running is not None and self._running[0] == self._abandoned
+            return self._running is not None and self._running[0] == self._cancelled_running
 
     def stop(self) -> None:
-        """Make ``run`` return after the handler that is running. May be called from any thread or signal handler."""
+        """Make ``run`` return after the running handler. May be called from any thread or signal handler."""
         self._stopping.set()
         self._waker.wake()
         self._control_waker.wake()
 
     def run(self) -> None:
-        """Register and serve. Returns after the master's bye or ``stop``. Raises MasterLost, RpcTimeout when the master
-        does not answer at first, ProtocolError when it refuses the worker or breaks the call order, NetworkError when
-        the way to it is closed or it refuses the keys."""
+        """Register and serve until the master's bye or ``stop``.
+
+        Raises MasterLost, RpcTimeout if the master does not answer the registration, ProtocolError if
+        it refuses the worker or breaks the call order, and NetworkError if it is unreachable or
+        refuses the keys.
+        """
         context = zmq.Context(io_threads=1)
         try:
-            ordered, control = self._socket(context), self._socket(context)
-            self._greet(ordered, lane="ordered")
-            welcome = self._greet(
+            ordered = self._open_socket(context)
+            control = self._open_socket(context)
+            self._say_hello(ordered, lane="ordered")
+            welcome = self._say_hello(
                 control,
                 lane="control",
                 info=self._info.to_map(),
                 lanes={h: "ordered" for h in self._ordered} | {h: "immediate" for h in self._immediate},
             )
-            self._serve(context, ordered, control, welcome)
+            self._serve_lanes(context, ordered, control, welcome)
         finally:
             context.destroy(LINGER_MS)
             self._waker.close()
             self._control_waker.close()
 
-    def _serve(
+    def _serve_lanes(
         self,
         context: zmq.Context[Any],
         ordered: zmq.Socket[bytes],
@@ -170,18 +183,18 @@ class RpcWorker:
 
     # ---- connecting
 
-    def _socket(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    def _open_socket(self, context: zmq.Context[Any]) -> zmq.Socket[bytes]:
         socket = dealer(context, linger_ms=LINGER_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 20)
         return socket
 
-    def _greet(self, socket: zmq.Socket[bytes], **fields: Any) -> dict[str, Any]:
+    def _say_hello(self, socket: zmq.Socket[bytes], **fields: Any) -> dict[str, Any]:
         """Connect, send hello and return the answer."""
         hello = pack_header(
             "hello", self._run_id, self._session, versions=own_versions(), node=self._info.host, **fields
         )
         try:
-            frames = greeted(self._network, socket, self._endpoint, hello, self._info.name, self._connect_timeout_s)
+            frames = say_hello(self._network, socket, self._endpoint, hello, self._info.name, self._connect_timeout_s)
             header = unpack_header(frames[0])
         except ProtocolError as error:
             raise ProtocolError(f"worker {self._info.name!r} and the master at {self._endpoint}: {error}") from None
@@ -200,7 +213,7 @@ class RpcWorker:
     # ---- lanes
 
     def _messages(self, socket: zmq.Socket[bytes], waker: Waker) -> Iterator[tuple[dict[str, Any], list[bytes]]]:
-        """The messages for this process, header and payload, until it is to stop."""
+        """Yield header and payload of each message for this process until it stops."""
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(waker.fileno(), zmq.POLLIN)
@@ -228,7 +241,7 @@ class RpcWorker:
                 self._running = None
 
     def _begin(self, header: dict[str, Any]) -> bool:
-        """Make this the running call; return False when it was cancelled before."""
+        """Mark this call as running; return False if it has been cancelled."""
         with self._begin_lock:
             self._last_no = header["no"]
             if header["id"] in self._cancelled:
@@ -250,27 +263,28 @@ class RpcWorker:
                 socket.send(pack_header("bye", self._run_id, self._session))
                 self.stop()
                 if self._leave_within_s is not None:
-                    threading.Thread(target=_end_process, args=(self._leave_within_s,), daemon=True).start()
+                    threading.Thread(target=_exit_after, args=(self._leave_within_s,), daemon=True).start()
                 return
             self._control_message(socket, header, payload)
         if not self._lost:
-            self._leave(socket)
+            self._say_bye(socket)
 
     def _control_message(self, socket: zmq.Socket[bytes], header: dict[str, Any], payload: list[bytes]) -> None:
         kind = header["kind"]
         if kind == "request":
             self._execute(socket, header, payload, self._immediate)
         elif kind == "roster":
-            self._take_news(header["version"], unpack_payload(payload))
+            self._apply_announcement(header["version"], unpack_payload(payload))
         elif kind == "cancel":
             self._cancel(header["id"], header["no"])
 
-    def _take_news(self, version: int, news: dict[str, Any]) -> None:
-        """Take what has changed since the version of the roster that was sent here before."""
+    def _apply_announcement(self, version: int, news: dict[str, Any]) -> None:
+        """Apply the changes since the previous announcement to the roster."""
         if version > self._roster_version:
-            fresh = [WorkerInfo.from_map(worker) for worker in news["workers"]]
+            joined = [WorkerInfo.from_map(worker) for worker in news["workers"]]
             kept = {name: info for name, info in self._roster.items() if name not in news["gone"]}
-            self._roster_version, self._roster = version, kept | {info.name: info for info in fresh}
+            self._roster_version = version
+            self._roster = kept | {info.name: info for info in joined}
             if self._on_roster is not None:
                 self._on_roster(self._roster)
 
@@ -280,14 +294,14 @@ class RpcWorker:
                 self._cancelled.add(request_id)
             running = self._running
             if running and running[0] == request_id:
-                self._abandoned = request_id
+                self._cancelled_running = request_id
         if running and running[0] == request_id and sys.__stderr__ is not None:
             _log.warning("the master gave up on %s; where the threads are:", running[1])
             with contextlib.suppress(OSError, ValueError):
                 faulthandler.dump_traceback(file=sys.__stderr__)
 
-    def _leave(self, socket: zmq.Socket[bytes]) -> None:
-        """Say bye and wait briefly for the answer, so that the master does not take the end for a death."""
+    def _say_bye(self, socket: zmq.Socket[bytes]) -> None:
+        """Say bye and wait up to BYE_TIMEOUT_S for the answer, so that the master does not report a death."""
         socket.send(pack_header("bye", self._run_id, self._session))
         deadline = process_clock.now() + BYE_TIMEOUT_S
         while process_clock.wait(lambda left_s: socket.poll(int(left_s * 1000)), deadline - process_clock.now()):
@@ -296,7 +310,7 @@ class RpcWorker:
                 return
 
     def _accept(self, frames: list[bytes]) -> dict[str, Any] | None:
-        """Return the header of a message for this process; None (and counted) for any other."""
+        """Return the header of a message for this process. Count and log any other, and return None."""
         try:
             header = unpack_header(frames[0])
             if header.get("run") != self._run_id or header.get("session") != self._session:
@@ -342,7 +356,7 @@ class RpcWorker:
         socket.send_multipart([self._answer_header("error", header), pack_payload(fields)])
 
 
-def _end_process(after_s: float) -> None:
+def _exit_after(after_s: float) -> None:
     time.sleep(after_s)
     _log.error("the process did not end within %g s of the master's bye", after_s)
     os._exit(1)

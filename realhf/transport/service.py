@@ -1,7 +1,8 @@
-"""Answers requests of many clients to one process in any order, and sends such requests.
+"""Request-reply service: many clients, one server process, answers in any order.
 
-``realhf.transport.rpc_master`` goes the other way, it calls; see docs/reference/dataflow.md 6 and 9. A message is a
-header (``kind`` request, ``id`` of the client's choice, ``method``) and one msgpack payload.
+For calls from the master to its workers see ``realhf.transport.rpc_master`` (docs/reference/dataflow.md
+6 and 9). A message is a header (``kind`` request, ``id`` chosen by the client, ``method``) and one msgpack
+payload.
 """
 
 from __future__ import annotations
@@ -26,24 +27,34 @@ from realhf.transport.sockets import Frame, Listener, LoopDealer, LoopListener
 
 
 class Request:
-    """Is one request. Answer it once, with ``reply`` or ``fail``, from any thread unless the server's docstring says
-    otherwise. Answering a client that has gone is not an error."""
+    """One request of a client.
+
+    Answer it once, with ``reply`` or ``fail``, from any thread unless the server's docstring says
+    otherwise. Answering a client that has disconnected is not an error.
+    """
 
     def __init__(self, answer: Callable[[str, Any], None], header: dict[str, Any], payload: Any) -> None:
-        self.client, self.method = (envelope.field(header, name, str) for name in ("client", "method"))
-        self.header, self.payload, self._answer = header, payload, answer
+        self.client = envelope.field(header, "client", str)
+        self.method = envelope.field(header, "method", str)
+        self.header = header
+        self.payload = payload
+        self._answer = answer
 
     def reply(self, value: Any) -> None:
         """Send ``value`` (msgpack-able) as the answer."""
         self._answer("reply", value)
 
     def fail(self, error: BaseException) -> None:
-        """Answer with the type of an error and its message, up to 10 000 characters."""
+        """Answer with the type and the message of an error, up to 10 000 characters."""
         self._answer("error", {"type": type(error).__name__, "message": str(error)[:10_000]})
 
 
 class Requests:
-    """Reads requests of run ``run_id`` for ``handle``, their payload by ``unpack``; sends the answers by ``send``."""
+    """Dispatcher of the messages of a listener to a request handler.
+
+    handle: receives each request of run ``run_id``. send: (identity, header, payload) -> None sends an
+    answer. unpack: decodes the payload frames.
+    """
 
     def __init__(
         self,
@@ -53,17 +64,24 @@ class Requests:
         *,
         unpack: Callable[[list[Any]], Any] = unpack_payload,
     ) -> None:
-        self._run_id, self._handle, self._send, self._unpack = run_id, handle, send, unpack
+        self._run_id = run_id
+        self._handle = handle
+        self._send = send
+        self._unpack = unpack
 
-    def take(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
-        """Hand on a request; what ``handle`` raises goes to the client. Raises ProtocolError for what is none."""
+    def dispatch(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
+        """Pass a request to ``handle``, and answer with its exception if it raises.
+
+        Raises ProtocolError for a malformed request.
+        """
         number = envelope.field(header, "id", int)
 
         def answer(kind: str, value: Any) -> None:
             try:
                 packed = pack_payload(value)
             except ProtocolError as error:
-                kind, packed = "error", pack_payload({"type": "ProtocolError", "message": str(error)})
+                kind = "error"
+                packed = pack_payload({"type": "ProtocolError", "message": str(error)})
             self._send(identity, pack_header(kind, self._run_id, b"", id=number), packed)
 
         if header.get("run") != self._run_id:
@@ -78,34 +96,37 @@ class Requests:
 
 
 class ServiceServer(Listener):
-    """Listens in ``network``; ``handle(request)`` runs on the server's thread and must not wait. ``failure`` holds why
-    the thread ended, if it did."""
+    """Server with a thread of its own, on which ``handle(request)`` runs; it must not block.
+
+    ``failure`` is the exception that ended the thread, if one did.
+    """
 
     def __init__(
         self, name: str, run_id: str, handle: Callable[[Request], None], *, network: Network = LOOPBACK
     ) -> None:
         requests = Requests(run_id, handle, self.send)
-        super().__init__(name, network.context(), network.listen, requests.take)
+        super().__init__(name, network.context(), network.listen, requests.dispatch)
         self.start()
 
 
 class LoopServiceServer(LoopListener):
-    """Belongs to the running loop: ``handle(request)`` is called on it, and every answer must be given on it."""
+    """Server on the running event loop: ``handle(request)`` runs on it, and every answer must be given on it."""
 
     def __init__(
         self, name: str, run_id: str, handle: Callable[[Request], None], *, network: Network = LOOPBACK
     ) -> None:
         requests = Requests(run_id, handle, self.send)
-        super().__init__(name, network.context(), network.listen, requests.take)
+        super().__init__(name, network.context(), network.listen, requests.dispatch)
 
 
 _GRACE_S = 5.0
+"""Seconds that a BlockingServiceClient adds to a timeout, so that the client's own error comes first."""
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
 
 
 class ServiceError(TransportError):
-    """Is raised when the server refused or failed; ``kind`` is the type of its error."""
+    """A refusal or failure of the server; ``kind`` is the type name of its error."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -113,12 +134,14 @@ class ServiceError(TransportError):
 
 
 class ServiceClient:
-    """Sends requests to one server. It belongs to the running loop.
+    """Client of one server. Belongs to the running loop.
 
-    ``peer`` names the server in messages, ``client`` names this process to the server. When the server dies, its
-    requests fail at once with PeerLost, and so do later ones: make a new client for its successor. The same holds for
-    a server that refuses the keys of ``network``, or on another host is not reached within ``REACHED_WITHIN_S``.
-    A ``lasting`` client connects again, and sends what is not answered again: a server may get a request twice.
+    peer: name of the server in error messages. client: name of this process for the server.
+
+    When the server dies, its requests fail at once with PeerLost, and so do later ones: create a new
+    client for its successor. The same holds for a server that refuses the keys of ``network``, and for one on
+    another host that is not reached within ``REACHED_WITHIN_S``. A ``lasting`` client connects again
+    and repeats unanswered requests, so a server may receive a request twice.
     """
 
     def __init__(
@@ -131,21 +154,27 @@ class ServiceClient:
         *,
         lasting: bool = False,
     ) -> None:
-        self.endpoint, self._peer, self._client, self._run_id = endpoint, peer, client, run_id
+        self.endpoint = endpoint
+        self._peer = peer
+        self._client = client
+        self._run_id = run_id
         self._waiting: dict[int, tuple[asyncio.Future[Any], tuple[Frame, ...]]] = {}
         self._numbers = itertools.count(1)
         self.lost = False
-        self._why = ""
+        self._loss_reason = ""
         self._lasting = lasting
         self._dealer = LoopDealer(
-            endpoint, network, self._answer, self._lose, connected=self._send_again if lasting else None
+            endpoint, network, self._answer, self._on_loss, connected=self._send_again if lasting else None
         )
 
     def begin(self, method: str, *frames: Frame, **fields: Any) -> asyncio.Future[Any]:
-        """Send a request whose payload are these frames, which must not change before its answer; ``fields`` stand in
-        its header. The future has the answer, or fails with ServiceError or PeerLost. Raises PeerLost."""
+        """Send a request; return a future of its answer.
+
+        frames: the payload, which must not change before the answer. fields: added to the header. The
+        future fails with ServiceError or PeerLost. Raises PeerLost.
+        """
         if self.lost or self._dealer.closed:
-            raise PeerLost(f"{self._peer} at {self.endpoint} {self._why or 'is gone'}")
+            raise PeerLost(f"{self._peer} at {self.endpoint} {self._loss_reason or 'is gone'}")
         number = next(self._numbers)
         header = pack_header("request", self._run_id, b"", id=number, method=method, client=self._client, **fields)
         self._send(header, *frames)
@@ -158,7 +187,7 @@ class ServiceClient:
         try:
             self._dealer.send(*frames, copy=not self._lasting)
         except zmq.Again:
-            if not self._lasting:  # else the next connection takes it
+            if not self._lasting:  # a lasting client sends it on the next connection
                 raise PeerLost(f"{self._peer} at {self.endpoint} takes no more requests") from None
 
     def _send_again(self) -> None:
@@ -167,8 +196,7 @@ class ServiceClient:
                 self._send(*frames)
 
     async def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
-        """Send a request and return the answer. Raises ServiceError with the server's own text, PeerLost or
-        RpcTimeout."""
+        """Send a request and return the answer. Raises ServiceError with the server's text, PeerLost or RpcTimeout."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self.begin(method, pack_payload(payload))
@@ -176,7 +204,7 @@ class ServiceClient:
             raise RpcTimeout(f"{self._peer} did not answer {method} within {timeout_s:g} s") from None
 
     async def ask(self, call: Call[Q, A], request: Q, *, timeout_s: float) -> A:
-        """``request`` with a typed message and answer; raises MessageError for an answer of another form."""
+        """Send a typed request and return the typed answer. As ``request``; raises MessageError for a malformed one."""
         payload = call.pack(request)
         return call.unpack_answer(await self.request(call.name, payload, timeout_s=timeout_s), self._peer)
 
@@ -194,11 +222,12 @@ class ServiceClient:
         if header.get("kind") == "reply":
             future.set_result(value)
         else:
-            told = value if isinstance(value, dict) else {}
-            future.set_exception(ServiceError(str(told.get("type")), str(told.get("message"))))
+            error = value if isinstance(value, dict) else {}
+            future.set_exception(ServiceError(str(error.get("type")), str(error.get("message"))))
 
-    def _lose(self, reason: str) -> None:
-        self.lost, self._why = True, self._why or reason
+    def _on_loss(self, reason: str) -> None:
+        self.lost = True
+        self._loss_reason = self._loss_reason or reason
         self._fail_all(reason)
 
     def _fail_all(self, reason: str) -> None:
@@ -208,8 +237,7 @@ class ServiceClient:
 
 
 class BlockingServiceClient:
-    """Is a ``ServiceClient`` with an event loop of its own, for code that blocks: the same arguments, the same errors;
-    any thread may use it."""
+    """Thread-safe ``ServiceClient`` with an event loop of its own, for blocking code. Same arguments and errors."""
 
     def __init__(self, endpoint: str, peer: str, client: str, run_id: str, network: Network = LOOPBACK) -> None:
         self._peer = peer
@@ -218,7 +246,7 @@ class BlockingServiceClient:
         self._loop = event_loops.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"client of {peer}", daemon=True)
         self._thread.start()
-        self._client = self._on_loop(self._make(endpoint, peer, client, run_id, network), _GRACE_S)
+        self._client = self._on_loop(self._create_client(endpoint, peer, client, run_id, network), _GRACE_S)
 
     def request(self, method: str, payload: Any, *, timeout_s: float) -> Any:
         """See ``ServiceClient.request``."""
@@ -234,7 +262,7 @@ class BlockingServiceClient:
             if self._closed:
                 return
             self._closed = True
-            ended = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+            ended = asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop)
         with contextlib.suppress(FutureTimeout):
             ended.result(_GRACE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -242,14 +270,14 @@ class BlockingServiceClient:
         if not self._thread.is_alive():
             self._loop.close()
 
-    async def _end(self) -> None:
-        """End the requests, and let their callers learn of it, before the loop stops."""
+    async def _shut_down(self) -> None:
+        """Fail the requests in flight, and let their callers see it, before the loop stops."""
         self._client.close()
         requests = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*requests, return_exceptions=True)
 
     @staticmethod
-    async def _make(endpoint: str, peer: str, client: str, run_id: str, network: Network) -> ServiceClient:
+    async def _create_client(endpoint: str, peer: str, client: str, run_id: str, network: Network) -> ServiceClient:
         return ServiceClient(endpoint, peer, client, run_id, network)
 
     def _on_loop(self, coroutine: Any, timeout_s: float) -> Any:

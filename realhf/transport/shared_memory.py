@@ -1,17 +1,18 @@
-"""Shares memory between processes of one host, and keeps memory that was fetched into for use again.
+"""Shared memory between processes of one host, and reuse of receive memory.
 
-A segment is an anonymous memory file (memfd) of the producer. The consumer opens it through the producer's /proc entry,
-so there is no name to unlink or to sweep: the kernel frees the memory when the last process that holds it ends, however
-it ends. Consumers hold a shared file lock as long as they use a segment; the producer writes new contents into a
-cleared segment only under an exclusive lock, and every filling has a number of its own, so a consumer that comes late
-notices it. Consumers map privately: what they write stays with them.
+A segment is an anonymous memory file (memfd) of the producer. The consumer opens it through the
+producer's /proc entry, so there is no name to unlink: the kernel frees the memory when the last process
+that holds it ends. Consumers hold a shared file lock while they use a segment. The producer refills a
+cleared segment only under an exclusive lock, and gives every filling a number, by which a late consumer
+notices the refill. Consumers map copy-on-write: their writes are private.
 
-Setting a mapping up costs a page fault per page, as much as the copy itself. So mappings whose tensors are gone are
-kept and used again when the producer fills the same segment anew, unless the consumer wrote to them. The lock on a
-segment belongs to the tensors and not to the mapping.
+Setting up a mapping costs a page fault per page, as much as copying the data. So mappings whose tensors
+are gone are kept, and reused when the producer refills the same segment, unless the consumer wrote to
+them. The lock on a segment lasts as long as the tensors, not as long as the mapping.
 
-Fresh memory costs the kernel a page fault and zeros for every page, which is as much work as receiving into it and far
-more when large pages are scarce. A trainer fetches batches of about the same size step after step.
+New receive memory costs the kernel a page fault and zeroing for every page, which is as much work as receiving
+into it, and far more when large pages are scarce. A trainer fetches batches of about the same size in
+each step, so ``TargetMemory`` reuses it.
 """
 
 from __future__ import annotations
@@ -31,19 +32,25 @@ import numpy as np
 from realhf.transport.errors import ProtocolError
 
 ALIGNMENT = 64
+"""Buffers start at multiples of this many bytes; the first bytes of a segment hold the filling number."""
 PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
 class SegmentRef:
-    """Says where a filling of a segment is: enough for another process of the host to map it."""
+    """Location of a filling of a segment, by which another process of the host can map it."""
 
     pid: int
+    """Process of the producer."""
     descriptor: int
+    """File descriptor in that process."""
     inode: int
+    """Inode of the memory file, which detects a descriptor that was reused."""
     filling: int
     offsets: list[int]
+    """Start of each buffer in the segment, in bytes."""
     sizes: list[int]
+    """Size of each buffer, in bytes."""
 
     def to_map(self) -> dict[str, Any]:
         """Return the reference as plain data for a message."""
@@ -51,7 +58,7 @@ class SegmentRef:
 
     @staticmethod
     def from_map(value: Any) -> SegmentRef:
-        """Read what ``to_map`` returned. Raises ProtocolError on a map that is not a reference."""
+        """Parse the result of ``to_map``. Raises ProtocolError for anything else."""
         try:
             ref = SegmentRef(**value)
         except TypeError as error:
@@ -66,7 +73,7 @@ class SegmentRef:
 
 
 class Segment:
-    """Owns one segment on the producer's side. Raises OSError when the system has no memory left."""
+    """Segment on the producer's side. Raises OSError if the system is out of memory."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = -(-capacity // PAGE) * PAGE
@@ -77,7 +84,7 @@ class Segment:
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
     def fill(self, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
-        """Write new contents; return None when a consumer still reads the old ones."""
+        """Write new contents; return None if a consumer still reads the old ones. Raises OSError."""
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         offsets, end = layout([view.nbytes for view in views])
         if end > self.capacity:
@@ -98,7 +105,7 @@ class Segment:
         return SegmentRef(os.getpid(), self._descriptor, inode, self._filling, offsets, sizes)
 
     def _write(self, offset: int, view: memoryview) -> None:
-        # The first filling allocates pages, which is faster by pwrite; later ones write to the mapping.
+        # Allocating pages, in the first filling, is faster by pwrite; later fillings write to a mapping.
         if self._filling > 1:
             if self._map is None:
                 self._map = mmap.mmap(self._descriptor, self.capacity)
@@ -109,15 +116,16 @@ class Segment:
             done += os.pwrite(self._descriptor, view[done:], offset + done)
 
     def close(self) -> None:
-        """Release the memory here; consumers that have mapped it keep it."""
+        """Release the memory in this process; consumers that have mapped it keep it."""
         if self._map is not None:
             self._map.close()
         os.close(self._descriptor)
 
 
 def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the aligned offsets of buffers behind the filling number, and the total size."""
-    offsets, end = [], ALIGNMENT
+    """Return the aligned offsets of buffers after the filling number, and the total size."""
+    offsets = []
+    end = ALIGNMENT
     for size in sizes:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
@@ -125,8 +133,7 @@ def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class SegmentPool:
-    """Holds segments in use by name, and keeps cleared ones for the next filling (at most ``spare_bytes``). Not
-    thread-safe."""
+    """Segments in use, by name, and up to ``spare_bytes`` of released ones for reuse. Not thread-safe."""
 
     def __init__(self, spare_bytes: int) -> None:
         self._spare_bytes = spare_bytes
@@ -134,13 +141,14 @@ class SegmentPool:
         self._spare: list[Segment] = []
 
     def find(self, name: Any) -> SegmentRef | None:
-        """Return where the contents of this name are, or None."""
+        """Return the location of the contents of this name; None if there are none."""
         entry = self._used.get(name)
         return entry[1] if entry else None
 
     def store(self, name: Any, buffers: Sequence[bytes | memoryview]) -> SegmentRef | None:
-        """Copy buffers into a segment; None when the system has no memory for one."""
+        """Copy buffers into a segment; return None if the system has no memory for one."""
         _, size = layout([memoryview(buffer).nbytes for buffer in buffers])
+        # The smallest released segment that fits, if it is not much too large and no consumer reads it.
         for segment in sorted(self._spare, key=lambda s: s.capacity):
             if size <= segment.capacity <= 2 * size + PAGE:
                 ref = segment.fill(buffers)
@@ -162,7 +170,7 @@ class SegmentPool:
         return ref
 
     def release(self, name: Any) -> None:
-        """Stop serving the contents under this name."""
+        """Release the contents of this name, and keep the segment for reuse."""
         entry = self._used.pop(name, None)
         if entry is None:
             return
@@ -181,16 +189,19 @@ class SegmentPool:
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of all segments, spare ones included."""
+        """Total bytes of all segments, including the ones kept for reuse."""
         return sum(s.capacity for s, _ in self._used.values()) + sum(s.capacity for s in self._spare)
 
 
-FILE_PAGE, SWAPPED, PRESENT = 1 << 61, 1 << 62, 1 << 63
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+# Flags of an entry of /proc/self/pagemap.
+FILE_PAGE = 1 << 61
+SWAPPED = 1 << 62
+PRESENT = 1 << 63
+ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class MappingCache:
-    """Maps segments and keeps at most ``idle_bytes`` of mappings that no tensor uses. Thread-safe."""
+    """Consumer's mappings of segments; up to ``idle_bytes`` of unused ones are kept. Thread-safe."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._idle_bytes = idle_bytes
@@ -199,15 +210,17 @@ class MappingCache:
         self._lock = threading.RLock()
 
     def open(self, ref: SegmentRef) -> list[memoryview] | None:
-        """Open the buffers of a filling; None when it cannot be reached or no longer exists. Raises ProtocolError when
-        the reference contradicts the segment."""
+        """Map the buffers of a filling; return None if it cannot be opened or no longer exists.
+
+        Raises ProtocolError if the reference does not fit the segment.
+        """
         path = f"/proc/{ref.pid}/fd/{ref.descriptor}"
         try:
             lock = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             return None
         try:
-            views = self._locked_views(ref, path, lock)
+            views = self._open_views(ref, path, lock)
         except BaseException:
             os.close(lock)
             raise
@@ -215,7 +228,7 @@ class MappingCache:
             os.close(lock)
         return views
 
-    def _locked_views(self, ref: SegmentRef, path: str, lock: int) -> list[memoryview] | None:
+    def _open_views(self, ref: SegmentRef, path: str, lock: int) -> list[memoryview] | None:
         try:
             status = os.fstat(lock)
             if status.st_ino != ref.inode:
@@ -228,7 +241,7 @@ class MappingCache:
             mapping = self._mapping(path, (status.st_dev, status.st_ino), status.st_size)
         except OSError:
             return None
-        whole: Bytes = np.frombuffer(mapping, dtype=np.uint8)
+        whole: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
         weakref.finalize(whole, self._release, (status.st_dev, status.st_ino), mapping, lock)
         view = memoryview(whole)  # pyright: ignore[reportArgumentType]
         return [view[offset : offset + size] for offset, size in zip(ref.offsets, ref.sizes, strict=True)]
@@ -236,8 +249,8 @@ class MappingCache:
     def _mapping(self, path: str, name: tuple[int, int], size: int) -> mmap.mmap:
         with self._lock:
             mapping = self._idle.pop(name, None)
-        # An idle mapping keeps its inode in use, so the same number means the same segment.
-        if mapping is not None and _unwritten(mapping):
+        # An idle mapping keeps its inode in use, so an equal number means the same segment.
+        if mapping is not None and _is_unwritten(mapping):
             return mapping
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -248,7 +261,7 @@ class MappingCache:
             os.close(descriptor)
 
     def _release(self, name: tuple[int, int], mapping: mmap.mmap, lock: int) -> None:
-        """Take back a mapping whose last tensor is gone."""
+        """Keep a mapping whose last tensor is gone for reuse; drop the oldest ones beyond ``idle_bytes``."""
         os.close(lock)
         with self._lock:
             self._idle[name] = mapping
@@ -256,15 +269,15 @@ class MappingCache:
                 del self._idle[next(iter(self._idle))]
 
     def close(self) -> None:
-        """Give up the idle mappings; those in use end with their tensors."""
+        """Release the unused mappings; the others are released with their tensors."""
         with self._lock:
             self._idle_bytes = 0
             self._idle.clear()
 
 
-def _unwritten(mapping: mmap.mmap) -> bool:
-    """Return whether every page of a private mapping is still the file's own."""
-    whole: Bytes = np.frombuffer(mapping, dtype=np.uint8)
+def _is_unwritten(mapping: mmap.mmap) -> bool:
+    """Return whether no page of a private mapping has been written to (then each still belongs to the file)."""
+    whole: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
     pages = -(-len(whole) // PAGE)
     try:
         descriptor = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
@@ -281,12 +294,11 @@ def _unwritten(mapping: mmap.mmap) -> bool:
 
 
 KEPT_FROM_BYTES = 4 << 20
-"""Smaller memory is not kept: the allocator does that."""
+"""Size from which memory is kept; the allocator reuses smaller blocks itself."""
 
 
 class TargetMemory:
-    """Keeps at most ``idle_bytes`` of memory that no tensor uses; the kernel may take it when it needs some, without
-    asking. Thread-safe."""
+    """Receive memory; up to ``idle_bytes`` of unused memory are kept, which the kernel may reclaim. Thread-safe."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._idle_bytes = idle_bytes
@@ -294,28 +306,28 @@ class TargetMemory:
         # Reentrant: the garbage collector may return memory while this thread holds the lock.
         self._lock = threading.RLock()
 
-    def take(self, nbytes: int) -> Bytes:
-        """Return u8 ``(nbytes,)`` of any content; whoever gets it writes all of it. Raises MemoryError."""
+    def take(self, nbytes: int) -> ByteArray:
+        """Return an uninitialised u8 array ``(nbytes,)``. Raises MemoryError."""
         if nbytes < KEPT_FROM_BYTES:
             return np.empty(nbytes, dtype=np.uint8)
-        mapping = self._used_again(nbytes) or _fresh(nbytes)
-        found: Bytes = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
-        weakref.finalize(found, self._take_back, mapping).atexit = False
-        return found
+        mapping = self._reuse(nbytes) or _map_memory(nbytes)
+        memory: ByteArray = np.frombuffer(mapping, dtype=np.uint8, count=nbytes)
+        weakref.finalize(memory, self._recycle, mapping).atexit = False
+        return memory
 
     @property
     def idle_bytes(self) -> int:
-        """Count the bytes that are kept for use again."""
+        """Bytes of unused memory that is kept."""
         with self._lock:
             return sum(map(len, self._idle))
 
     def close(self) -> None:
-        """Give up what is idle; what is in use ends with its tensors."""
+        """Release the unused memory; the rest is released with its tensors."""
         with self._lock:
             self._idle_bytes = 0
             self._idle.clear()
 
-    def _used_again(self, nbytes: int) -> mmap.mmap | None:
+    def _reuse(self, nbytes: int) -> mmap.mmap | None:
         with self._lock:
             fitting = [mapping for mapping in self._idle if nbytes <= len(mapping) <= 2 * nbytes]
             if not fitting:
@@ -324,7 +336,7 @@ class TargetMemory:
             self._idle = [mapping for mapping in self._idle if mapping is not chosen]
             return chosen
 
-    def _take_back(self, mapping: mmap.mmap) -> None:
+    def _recycle(self, mapping: mmap.mmap) -> None:
         _advise(mapping, mmap.MADV_FREE)
         with self._lock:
             self._idle.append(mapping)
@@ -332,7 +344,7 @@ class TargetMemory:
                 self._idle.pop(0)
 
 
-def _fresh(nbytes: int) -> mmap.mmap:
+def _map_memory(nbytes: int) -> mmap.mmap:
     try:
         mapping = mmap.mmap(-1, -(-nbytes // PAGE) * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError:
@@ -342,5 +354,5 @@ def _fresh(nbytes: int) -> mmap.mmap:
 
 
 def _advise(mapping: mmap.mmap, advice: int) -> None:
-    with contextlib.suppress(OSError):  # a kernel that does not know it
+    with contextlib.suppress(OSError):  # the kernel does not know this advice
         mapping.madvise(advice)

@@ -1,9 +1,9 @@
-"""Carries the messages of all protocols of a run over ROUTER and DEALER, watches how connections come up, and makes
-the event loop.
+"""ZeroMQ sockets of all protocols of a run: ROUTER listeners, DEALER clients, and the watch over handshakes.
 
-A message is a header (``envelope``) and further frames. A listener belongs to an event loop (``LoopListener``) or has a
-thread of its own (``Listener``); who connects either lives on an event loop (``LoopDealer``) or takes a ``dealer`` and
-waits. What arrives is bounded before it is read, and what is no message is dropped, counted and logged.
+A message is a header (``envelope``) and further frames. A listener belongs to an event loop
+(``LoopListener``) or has a thread of its own (``Listener``). A client belongs to an event loop (``LoopDealer``), or is
+a plain ``dealer`` socket for blocking code. Messages are limited in size before they are read, and
+malformed ones are dropped, counted and logged.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from realhf.transport.errors import NetworkError, OtherProtocol, ProtocolError, 
 from realhf.transport.network import Network
 
 REACHED_WITHIN_S = 8.0
-"""How long the way to a listener may take: it listens before anybody learns its endpoint."""
+"""Seconds within which a listener must accept a connection: it listens before its endpoint is announced."""
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _EVENTS = FAILED | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _MECHANISM_MISMATCH = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
-HUNG_UP = 3
-"""After as many handshakes that the listener broke off without a word it will break off the next one, too."""
+MAX_SILENT_REFUSALS = 3
+"""Number of handshakes that the listener ended without a reason after which it counts as refusing."""
 
 
 def refusal(event: int, value: int) -> str:
-    """Say what a failed handshake means for the one who connects; empty for any other event."""
+    """Describe a failed handshake from the client's view; "" for any other event."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return "refused the key of this process"
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _MECHANISM_MISMATCH:
@@ -50,44 +50,51 @@ def refusal(event: int, value: int) -> str:
 
 
 class HandshakeWatch:
-    """Follows a socket that is about to connect. Use it on the thread of the socket, and close it before that.
-    ``ends``: take note of the end of a connection, too. A listener listens before anyone learns its endpoint, so a
-    connection that is refused means a dead one as well. ``greeted`` counts the handshakes that succeeded."""
+    """Monitor of a socket's connection attempts.
+
+    Create it before the socket connects, use it on the thread of the socket, and close it before the socket.
+
+    ends: also observe the end of a connection; a refused TCP connection counts as one, since a listener
+    listens before its endpoint is announced. ``handshakes`` counts the successful handshakes.
+    """
 
     def __init__(self, socket: zmq.Socket[Any], *, ends: bool = False) -> None:
         self._socket = socket
-        self._hung_up = 0
+        self._silent_refusals = 0
         self.monitor = socket.get_monitor_socket(_EVENTS | (_ENDS if ends else 0))
         self.reached = self.ended = False
-        self.greeted = 0
+        self.handshakes = 0
         self.why = ""
 
     @property
     def refused(self) -> str:
-        """Why the listener will not take this process; empty as long as it may."""
-        return self.why if self._hung_up == 0 or self._hung_up >= HUNG_UP else ""
+        """Reason why the listener refuses this process; "" while it may still accept."""
+        return self.why if self._silent_refusals == 0 or self._silent_refusals >= MAX_SILENT_REFUSALS else ""
 
     def look(self) -> None:
-        """Take note of what has happened."""
+        """Process the socket events since the last call."""
         while self.monitor.poll(0):
-            found = recv_monitor_message(self.monitor)
-            event, value = int(found["event"]), int(found["value"])
+            message = recv_monitor_message(self.monitor)
+            event = int(message["event"])
+            value = int(message["value"])
             self.reached = True
             self.ended = self.ended or bool(event & _ENDS)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.greeted, self.why, self._hung_up = self.greeted + 1, "", 0
+                self.handshakes += 1
+                self.why = ""
+                self._silent_refusals = 0
             elif why := refusal(event, value):
                 self.why = why
-                self._hung_up += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                self._silent_refusals += event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
     def close(self) -> None:
-        """Stop watching; the socket stays as it is."""
+        """Stop observing the socket, which stays open."""
         self._socket.disable_monitor()
         self.monitor.close(0)
 
 
-def unreached() -> str:
-    """Say that there was no connection within ``REACHED_WITHIN_S``."""
+def describe_unreached() -> str:
+    """Return the error text for a listener that was not reached within ``REACHED_WITHIN_S``."""
     return (
         f"was not reached within {REACHED_WITHIN_S:g} s: nothing answers there, or a firewall lies between "
         "(network.bind, network.advertise)"
@@ -95,40 +102,43 @@ def unreached() -> str:
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions that must be the same in all processes of a run: package, Python (without its last number)
-    and protocol."""
+    """Return the versions that must be equal in all processes of a run: package, Python (major.minor), protocol."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"realhf": realhf.__version__, "Python": python, "protocol": str(PROTOCOL)}
 
 
-def differences(theirs: Any, host: str) -> str:
-    """Say how the versions of a process on ``host`` differ from those here, with both; empty if they do not."""
-    own, here = own_versions(), os.uname().nodename
+def describe_version_differences(theirs: Any, host: str) -> str:
+    """Describe how the versions of a process on ``host`` differ from those of this one; "" if they do not."""
+    own = own_versions()
+    here = os.uname().nodename
     other = theirs if isinstance(theirs, dict) else {}
-    found = [
+    different = [
         f"{name} {other.get(name, 'of an unknown version')!s:.40} on {host:.80}, {version} on {here}"
         for name, version in own.items()
         if other.get(name) != version
     ]
-    return "; ".join(found)
+    return "; ".join(different)
 
 
 _log = logging.getLogger(__name__)
-AT_ONCE = 256
-"""Number of messages that a thread takes before it does something else: peers may send faster than it reads."""
+MAX_MESSAGES_AT_ONCE = 256
+"""Number of messages after which a thread does its other work: peers may send faster than it reads."""
 CLOSE_S = 10.0
+"""Seconds that ``Listener.close`` waits for the thread."""
 LINGER_MS = 500
-"""How long messages that were sent before an end may take to leave."""
+"""Milliseconds that closing a socket waits for unsent messages."""
 Frame = bytes | memoryview
-Take = Callable[[bytes, dict[str, Any], list[Any]], None]
-"""Gets a message: who sent it, its header, and the frames after the header. Raises ProtocolError for a bad one."""
+TakeMessage = Callable[[bytes, dict[str, Any], list[Any]], None]
+"""(identity of the sender, header, frames after the header) -> None. Raises ProtocolError for a bad message."""
 Listen = Callable[[zmq.Socket[Any]], str]
 """Binds a socket and returns its endpoint."""
 
 
 class Waker:
-    """Wakes a poller through a pipe: ``wake``, called from any thread or signal handler, makes ``fileno()`` readable
-    until ``clear``."""
+    """Pipe that wakes a poller.
+
+    ``wake``, called from any thread or signal handler, makes ``fileno()`` readable until ``clear``.
+    """
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -151,8 +161,10 @@ class Waker:
 
     def close(self) -> None:
         """Close the pipe; later calls of ``wake`` have no effect."""
-        read, write, self._read, self._write = self._read, self._write, -1, -1
-        for descriptor in (read, write):
+        descriptors = (self._read, self._write)
+        self._read = -1
+        self._write = -1
+        for descriptor in descriptors:
             if descriptor >= 0:
                 os.close(descriptor)
 
@@ -160,12 +172,14 @@ class Waker:
 def dealer(
     context: zmq.Context[Any], *, linger_ms: int = 0, most_bytes: int = MAX_PAYLOAD_BYTES, ahead: int = HIGH_WATER_MARK
 ) -> zmq.Socket[bytes]:
-    """Make a socket that connects. Frames of more than ``most_bytes`` end the connection; ``ahead`` messages wait for
-    a peer that does not read (0: any number)."""
-    return _bounded(context.socket(zmq.DEALER), linger_ms, most_bytes, ahead)
+    """Open a client socket.
+
+    most_bytes: larger frames end the connection. ahead: messages queued for a peer that does not read (0: unlimited).
+    """
+    return _set_limits(context.socket(zmq.DEALER), linger_ms, most_bytes, ahead)
 
 
-def _bounded(socket: zmq.Socket[bytes], linger_ms: int, most_bytes: int, ahead: int) -> zmq.Socket[bytes]:
+def _set_limits(socket: zmq.Socket[bytes], linger_ms: int, most_bytes: int, ahead: int) -> zmq.Socket[bytes]:
     socket.setsockopt(zmq.LINGER, linger_ms)
     socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
     socket.setsockopt(zmq.SNDHWM, ahead)
@@ -173,34 +187,42 @@ def _bounded(socket: zmq.Socket[bytes], linger_ms: int, most_bytes: int, ahead: 
     return socket
 
 
-_NOW, _NOW_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS_OPTION, _IN = int(zmq.EVENTS), int(zmq.POLLIN)
-"""Numbers: ZeroMQ's enumerations are slow, and these are used for each message."""
+# As plain numbers: operations on ZeroMQ's enumerations are slow, and these are used for each message.
+_NOW = int(zmq.NOBLOCK)
+_NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS_OPTION = int(zmq.EVENTS)
+_IN = int(zmq.POLLIN)
 
 
 def _send(socket: zmq.Socket[Any], frames: Sequence[Frame], *, copy: bool) -> None:
-    """Send a message without waiting."""
+    """Send a message without blocking."""
     for frame in frames[:-1]:
         socket.send(frame, _NOW_MORE, copy)
     socket.send(frames[-1], _NOW, copy)
 
 
-def _waits(socket: zmq.Socket[bytes]) -> bool:
-    """Return whether a message can be received. Sending may consume the event by which a socket's descriptor, which
-    tells of changes only, announces it: a loop has to ask after each time it has sent."""
+def _has_message(socket: zmq.Socket[bytes]) -> bool:
+    """Return whether a message can be received.
+
+    The descriptor of a ZeroMQ socket is edge-triggered, and sending may consume the edge of an arrival:
+    an event loop must call this after each send.
+    """
     return bool(socket.getsockopt(_EVENTS_OPTION) & _IN)  # pyright: ignore[reportOperatorIssue]
 
 
 class _Router:
-    """Holds a ROUTER socket, and hands each message to ``take``. One of another protocol version goes to ``other``
-    first, where there is that. The context ends with it if it is ``owned``."""
+    """ROUTER socket that passes each message to ``take``.
+
+    other: receives messages of another protocol version, which are dropped as well. owned: close the
+    context with the listener.
+    """
 
     def __init__(
         self,
         name: str,
         context: zmq.Context[Any],
         listen: Listen,
-        take: Take,
+        take: TakeMessage,
         other: Callable[[bytes, dict[str, Any]], None] | None,
         *,
         most_bytes: int = MAX_PAYLOAD_BYTES,
@@ -209,8 +231,12 @@ class _Router:
         linger_ms: int = LINGER_MS,
         owned: bool = True,
     ) -> None:
-        self._name, self._context, self._take, self._other, self._owned = name, context, take, other, owned
-        self._socket = _bounded(context.socket(zmq.ROUTER), linger_ms, most_bytes, ahead)
+        self._name = name
+        self._context = context
+        self._take = take
+        self._other = other
+        self._owned = owned
+        self._socket = _set_limits(context.socket(zmq.ROUTER), linger_ms, most_bytes, ahead)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, int(mandatory))
         self.dropped_messages = 0
         try:
@@ -222,7 +248,7 @@ class _Router:
             raise
 
     def drop(self, why: str) -> None:
-        """Count a message that was none, and log the 1st, 2nd, 4th, ... of them."""
+        """Count a malformed message, and log the 1st, 2nd, 4th, ... of them."""
         self.dropped_messages += 1
         if self.dropped_messages & (self.dropped_messages - 1) == 0:
             _log.warning("%s dropped message %d: %s", self._name, self.dropped_messages, why)
@@ -233,19 +259,19 @@ class _Router:
         except ProtocolError as error:
             self.drop(str(error))
             if self._other is not None and isinstance(error, OtherProtocol):
-                with contextlib.suppress(ProtocolError):  # what it repeats of the message may be too large
+                with contextlib.suppress(ProtocolError):  # the answer may be too large with the parts of the message
                     self._other(identity, error.header)
 
 
 class LoopListener(_Router):
-    """Listens on the running event loop, to which all of it belongs. The context ends with it."""
+    """Listener on the running event loop, on which all methods must be called. Closes its context."""
 
     def __init__(
         self,
         name: str,
         context: zmq.Context[Any],
         listen: Listen,
-        take: Take,
+        take: TakeMessage,
         other: Callable[[bytes, dict[str, Any]], None] | None = None,
         *,
         mandatory: bool = False,
@@ -257,12 +283,14 @@ class LoopListener(_Router):
         self._loop.call_soon(self.drain)
 
     def send(self, identity: bytes, *frames: bytes) -> None:
-        """Send now, without waiting; nothing after ``close``. Where it is ``mandatory`` that somebody is there and
-        reads, this raises ZMQError otherwise."""
+        """Send without blocking; do nothing after ``close``.
+
+        A ``mandatory`` listener raises ZMQError if the peer is disconnected or its queue is full.
+        """
         if self._closed:
             return
         _send(self._socket, [identity, *frames], copy=True)
-        if _waits(self._socket):
+        if _has_message(self._socket):
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
@@ -282,7 +310,7 @@ class LoopListener(_Router):
                 raise
 
     async def close(self) -> None:
-        """Stop listening; what was sent before still leaves."""
+        """Stop listening, after sending queued messages for up to LINGER_MS."""
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._socket.FD)
@@ -291,13 +319,15 @@ class LoopListener(_Router):
 
 
 class Listener(_Router):
-    """Listens on a thread of its own. ``start`` begins that.
+    """Listener on a thread of its own, which ``start`` begins.
 
-    ``after()`` is called on the thread once what has arrived is taken, at least every ``every_s`` seconds where that is
-    given, when a descriptor of ``also`` (set before ``start``) is readable, and at the end. What it or ``take`` raises
-    ends the listener and stays in ``failure``. ``drained``: nothing that arrived before ``after`` waits to be taken.
-    Frames are buffers, not copied, unless ``copy``. Where they are ``keyed``, which needs ``copy=False``,
-    ``sender_key`` is the key (Z85) of who sent the message that is being taken.
+    after: called on the thread when messages have been taken, at least every ``every_s`` seconds if
+    given, when a descriptor of ``also`` (set before ``start``) is readable, and at the end. An exception
+    in it or in ``take`` ends the listener and is kept in ``failure``.
+    copy: pass frames as bytes instead of buffers.
+    keyed: set ``sender_key`` to the sender's key (Z85) while a message is taken; needs ``copy=False``.
+
+    ``drained``: no message that arrived before this call of ``after`` is waiting.
     """
 
     def __init__(
@@ -305,7 +335,7 @@ class Listener(_Router):
         name: str,
         context: zmq.Context[Any],
         listen: Listen,
-        take: Take,
+        take: TakeMessage,
         other: Callable[[bytes, dict[str, Any]], None] | None = None,
         *,
         after: Callable[[], None] = lambda: None,
@@ -314,9 +344,11 @@ class Listener(_Router):
         keyed: bool = False,
         **limits: Any,
     ) -> None:
-        self._copy, self._keyed = copy, keyed
+        self._copy = copy
+        self._keyed = keyed
         super().__init__(name, context, listen, take, other, **limits)
-        self._after, self._every_ms = after, None if every_s is None else int(every_s * 1000)
+        self._after = after
+        self._every_ms = None if every_s is None else int(every_s * 1000)
         self.also: Sequence[int] = ()
         self._outgoing: deque[tuple[bytes, Sequence[Frame]]] = deque()
         self._waker = Waker()
@@ -328,27 +360,27 @@ class Listener(_Router):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to take messages."""
+        """Start the thread."""
         self._thread.start()
 
     def send(self, identity: bytes, *frames: Frame) -> None:
-        """Send a message, once what has arrived is taken: together they wake a peer once. May be called from any
-        thread; what cannot be sent is logged."""
+        """Queue a message, which is sent after the messages that have arrived are taken, so that several
+        messages wake a peer once. Thread-safe. Failures are logged."""
         self._outgoing.append((identity, frames))
         if threading.get_ident() != self._thread.ident:
             self._waker.wake()
 
     def flush(self) -> None:
-        """Send now what waits to be sent. For the listener's own thread."""
+        """Send the queued messages now. Only for the listener's own thread."""
         while self._outgoing:
             self._post(*self._outgoing.popleft())
 
     def wake(self) -> None:
-        """Have ``after`` called soon. May be called from any thread."""
+        """Schedule a call of ``after``. Thread-safe."""
         self._waker.wake()
 
     def close(self) -> None:
-        """Stop listening; what was sent before still leaves."""
+        """Stop listening, after sending queued messages for up to LINGER_MS."""
         if self.closing:
             return
         self.closing = True
@@ -391,8 +423,8 @@ class Listener(_Router):
         self.flush()
 
     def _receive(self) -> bool:
-        """Take what has arrived, and return whether that was all."""
-        for _ in range(AT_ONCE):
+        """Take messages that have arrived; return whether none is left."""
+        for _ in range(MAX_MESSAGES_AT_ONCE):
             try:
                 frames: list[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
             except zmq.Again:
@@ -416,30 +448,33 @@ class Listener(_Router):
                 _log.warning("%s could not send message %d: %s", self._name, self._unsent, error)
 
 
-_LASTING = (
+_RECONNECT_OPTIONS = (
     (zmq.RECONNECT_IVL, 20),
     (zmq.RECONNECT_IVL_MAX, 500),
-    # What waited for a connection would come twice, since whoever sent it is told of the connection.
+    # Queue no messages without a connection: the client repeats them on ``connected``, so they would arrive twice.
     (zmq.IMMEDIATE, 1),
-    # What is not sent although there is a connection would never be.
+    # No limit: a message that was refused despite a connection would never be sent.
     (zmq.SNDHWM, 0),
-    # The end of a connection on which nothing is said shows, too, and of one whose bytes nobody confirms (30 s).
+    # Detect the end of an idle connection, and of one whose bytes are not acknowledged for 30 s.
     (zmq.TCP_MAXRT, 30_000),
     (zmq.TCP_KEEPALIVE, 1),
     (zmq.TCP_KEEPALIVE_IDLE, 10),
     (zmq.TCP_KEEPALIVE_INTVL, 5),
     (zmq.TCP_KEEPALIVE_CNT, 4),
 )
-"""How the socket of a connection is set that is made anew when it ends."""
+"""Socket options of a client that reconnects."""
 
 
 class LoopDealer:
-    """Connects to one listener of the run; belongs to the running event loop.
+    """Client of one listener of the run. Belongs to the running event loop.
 
-    ``take(header, frames)`` gets what arrives, ``lost(reason)`` is called when the listener refuses the keys of
-    ``network`` or, on another host, is not reached within ``REACHED_WITHIN_S``; without ``connected`` also when the
-    connection ends, and it is over then. With it, a connection that ends is made anew, ``connected()`` is called for
-    each, and what was sent before may be lost. Raises NetworkError for an endpoint to which nothing may connect.
+    take: (header, frames) -> None receives each message.
+    lost: (reason) -> None is called if the listener refuses the keys of ``network`` or, on another host,
+    is not reached within ``REACHED_WITHIN_S``; without ``connected`` also when the connection ends.
+    connected: if given, a connection that ends is opened again, and this is called for each connection;
+    messages sent before may be lost.
+
+    Raises NetworkError for an endpoint that must not be connected to.
     """
 
     def __init__(
@@ -451,11 +486,13 @@ class LoopDealer:
         *,
         connected: Callable[[], None] | None = None,
     ) -> None:
-        self._take, self._lost, self._connected = take, lost, connected
+        self._take = take
+        self._lost = lost
+        self._connected = connected
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._socket = dealer(self._context)
-        for option, value in _LASTING if connected else ():
+        for option, value in _RECONNECT_OPTIONS if connected else ():
             self._socket.setsockopt(option, value)
         self._watch = HandshakeWatch(self._socket, ends=connected is None)
         self.closed = False
@@ -466,17 +503,22 @@ class LoopDealer:
             self._watch.close()
             self._context.destroy(0)
             raise
-        self._deadline = self._loop.call_later(REACHED_WITHIN_S, self._too_late) if network.protected else None
+        self._deadline = (
+            self._loop.call_later(REACHED_WITHIN_S, self._on_connect_timeout) if network.protected else None
+        )
         self._loop.add_reader(self._socket.FD, self.drain)
-        self._loop.add_reader(self._watch.monitor.FD, self._look)
-        self._loop.call_soon(self._look)
+        self._loop.add_reader(self._watch.monitor.FD, self._check_handshake)
+        self._loop.call_soon(self._check_handshake)
         self._loop.call_soon(self.drain)
 
     def send(self, *frames: Frame, copy: bool = True) -> None:
-        """Send now, without waiting. Raises zmq.Again where too much waits already, and with ``connected`` where there
-        is no connection at the moment. Without ``copy`` buffers must not change until they have left."""
+        """Send without blocking.
+
+        Without ``copy`` the buffers must not change until they are sent. Raises zmq.Again if the queue
+        is full and, with ``connected``, if there is no connection.
+        """
         _send(self._socket, frames, copy=copy)
-        if _waits(self._socket):
+        if _has_message(self._socket):
             self._loop.call_soon(self.drain)
 
     def drain(self) -> None:
@@ -497,7 +539,7 @@ class LoopDealer:
                 raise
 
     def close(self) -> None:
-        """Close the connection and forget what has not left."""
+        """Close the connection and drop unsent messages."""
         if self.closed:
             return
         self.closed = True
@@ -509,35 +551,38 @@ class LoopDealer:
         self._socket.close(0)
         self._context.term()
 
-    def _look(self) -> None:
+    def _check_handshake(self) -> None:
         if self.closed:
             return
-        greeted = self._watch.greeted
+        handshakes = self._watch.handshakes
         self._watch.look()
-        if self._connected is not None and self._watch.greeted > greeted:
-            _waits(self._socket)  # the socket takes note of the connection, which sending alone does now and then only
+        if self._connected is not None and self._watch.handshakes > handshakes:
+            # Makes ZeroMQ process the new connection, which sending does only now and then.
+            _has_message(self._socket)
             self._connected()
         if self._watch.refused or self._watch.ended:
-            self.drain()  # an answer that came before the end counts
+            self.drain()  # an answer that arrived before the end is valid
             self._lost(self._watch.why or "closed the connection")
 
-    def _too_late(self) -> None:
-        self._look()
+    def _on_connect_timeout(self) -> None:
+        self._check_handshake()
         if not self.closed and not self._watch.reached:
-            self._lost(unreached())
+            self._lost(describe_unreached())
 
 
-def greeted(
+def say_hello(
     network: Network, socket: zmq.Socket[bytes], endpoint: str, hello: bytes, name: str, timeout_s: float
 ) -> list[bytes]:
-    """Connect ``socket`` to the master, send ``hello`` for the worker ``name`` and return the frames of the answer.
-    Raises RpcTimeout when there is none within ``timeout_s``, and in a network with keys NetworkError as soon as the
-    master refuses them, or when it was not reached within ``REACHED_WITHIN_S``."""
+    """Connect ``socket`` to the master, send ``hello`` for worker ``name``; return the frames of the answer.
+
+    Raises RpcTimeout without an answer within ``timeout_s`` seconds. In a network with keys raises
+    NetworkError as soon as the master refuses them, or if it is not reached within ``REACHED_WITHIN_S``.
+    """
     watch = HandshakeWatch(socket) if network.protected else None
     try:
         network.connect(socket, endpoint)
         socket.send(hello)
-        if not _arrives(socket, watch, endpoint, name, timeout_s):
+        if not _wait_for_answer(socket, watch, endpoint, name, timeout_s):
             why = f": {watch.why}" if watch is not None and watch.why else ""
             raise RpcTimeout(f"the master at {endpoint} did not answer worker {name!r} within {timeout_s:g} s{why}")
         return socket.recv_multipart()
@@ -549,10 +594,10 @@ def greeted(
             watch.close()
 
 
-def _arrives(
+def _wait_for_answer(
     socket: zmq.Socket[bytes], watch: HandshakeWatch | None, endpoint: str, name: str, timeout_s: float
 ) -> bool:
-    """Wait for the answer; return whether it is there."""
+    """Wait for the answer; return whether it has arrived. Raises NetworkError."""
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
     if watch is None:
@@ -567,13 +612,15 @@ def _arrives(
         if watch.refused:
             raise NetworkError(f"worker {name!r}: the master at {endpoint} {watch.refused}")
         if not watch.reached and process_clock.now() - began >= REACHED_WITHIN_S:
-            raise NetworkError(f"worker {name!r}: the master at {endpoint} {unreached()}")
+            raise NetworkError(f"worker {name!r}: the master at {endpoint} {describe_unreached()}")
     return False
 
 
 def allow_many_connections() -> int:
-    """Raise the limit of open descriptors to what the host allows this process (``ulimit -Hn``); return it. The usual
-    limit of 1,024 is that of a program that waits with select(2), and few hundred workers exhaust it."""
+    """Raise the limit of open descriptors to the hard limit (``ulimit -Hn``); return it.
+
+    The usual soft limit of 1,024 exists for programs that use select(2); a few hundred workers exceed it.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

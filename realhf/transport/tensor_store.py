@@ -1,4 +1,4 @@
-"""Keeps the tensors that a worker holds, by sample id and key (docs/reference/dataflow.md 7)."""
+"""Store of a worker's tensors by sample id and key (docs/reference/dataflow.md 7)."""
 
 from __future__ import annotations
 
@@ -15,35 +15,40 @@ from realhf.transport.errors import DataMissing, DuplicateDataError
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Says where the values of one put are: the batch, and the position of the sample in it. Its keys share it."""
+    """Location of the values that one put stored of one sample, shared by its keys."""
 
     batch: SequenceSample
     position: int
+    """Index of the sample in the batch."""
     producer: str
+    """Id of the call that stored it."""
 
 
 class TensorStore:
-    """Stores tensors, thread-safe. Batches are kept as they came, so getting a whole batch back costs no copy; the
-    memory of a batch is released when its last sample has been cleared."""
+    """Thread-safe store of tensors.
+
+    Batches are kept whole, so reading a whole batch costs no copy; the memory of a batch is released when
+    its last sample has been cleared.
+    """
 
     def __init__(self, name: str = "store") -> None:
         self._name = name
         self._entries: dict[str, dict[str, _Entry]] = {}
-        self._sizes: dict[str, int] = {}
+        self._sample_nbytes: dict[str, int] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
         self._listeners: list[Callable[[frozenset[str]], None]] = []
 
     def put(self, sample: SequenceSample, producer: str = "") -> None:
-        """Keep a sample's tensors.
+        """Store the tensors of a batch.
 
-        When a value exists already, DuplicateDataError is raised and nothing is stored, unless the same non-empty
-        ``producer`` (an id of the call) stored it: then the value is left as it is. Raises ValueError on a
-        metadata-only sample.
+        producer: id of the call that produced them. Raises DuplicateDataError, and stores nothing, if a
+        value exists already, unless the same non-empty ``producer`` stored it: that value is kept, and
+        the others are stored. Raises ValueError for a metadata-only sample.
         """
         if sample.data is None:
             raise ValueError("only samples with data can be stored")
-        sizes = _sizes(sample)
+        sizes = _value_sizes(sample)
         with self._lock:
             known = [(i, key) for i in sample.ids for key in sizes if key in self._entries.get(i, ())]
             for sample_id, key in known:
@@ -59,11 +64,11 @@ class TensorStore:
                 fresh = [key for key in sizes if key not in entries]
                 entries.update(dict.fromkeys(fresh, entry))
                 nbytes = sum(sizes[key][position] for key in fresh)
-                self._sizes[sample_id] = self._sizes.get(sample_id, 0) + nbytes
+                self._sample_nbytes[sample_id] = self._sample_nbytes.get(sample_id, 0) + nbytes
                 self._nbytes += nbytes
 
     def get(self, ids: Sequence[str], keys: Iterable[str]) -> SequenceSample:
-        """Return the values of these keys for these ids, in this order. Raises DataMissing with the list."""
+        """Return the values of these keys for these ids, in the order of the ids. Raises DataMissing with the list."""
         names = sorted(set(keys))
         with self._lock:
             missing = self._missing(ids, names)
@@ -72,10 +77,11 @@ class TensorStore:
             columns = [tuple(self._entries[i][name] for i in ids) for name in names]
         if not names:
             raise ValueError("get needs at least one key")
-        together: dict[tuple[int, ...], tuple[list[str], Sequence[_Entry]]] = {}
+        # Keys that the same puts stored are cut out of their batches together.
+        key_groups: dict[tuple[int, ...], tuple[list[str], Sequence[_Entry]]] = {}
         for name, entries in zip(names, columns, strict=True):
-            together.setdefault(tuple(map(id, entries)), ([], entries))[0].append(name)
-        out, *others = (_rows(keys, entries) for keys, entries in together.values())
+            key_groups.setdefault(tuple(map(id, entries)), ([], entries))[0].append(name)
+        out, *others = (_assemble(keys, entries) for keys, entries in key_groups.values())
         for other in others:
             out = out.update(other)
         return out
@@ -89,12 +95,12 @@ class TensorStore:
         return [(i, name) for i in ids for name in names if name not in self._entries.get(i, ())]
 
     def clear(self, ids: Iterable[str] | None = None) -> int:
-        """Forget these samples (all when None) and return the bytes given up; unknown ids are ignored."""
+        """Remove these samples (all if None); return the bytes released. Unknown ids are ignored."""
         with self._lock:
             gone = frozenset(self._entries if ids is None else ids)
             for sample_id in gone:
                 self._entries.pop(sample_id, None)
-            freed = sum(self._sizes.pop(sample_id, 0) for sample_id in gone)
+            freed = sum(self._sample_nbytes.pop(sample_id, 0) for sample_id in gone)
             self._nbytes -= freed
             listeners = list(self._listeners)
         for listener in listeners:
@@ -102,37 +108,37 @@ class TensorStore:
         return freed
 
     def discard(self, sample_id: str, producer: str) -> None:
-        """Forget what ``producer`` stored of this sample; its other values stay, and listeners are not called."""
+        """Remove the values that ``producer`` stored of this sample. Listeners are not called."""
         with self._lock:
             entries = self._entries.get(sample_id, {})
             for key in [key for key, entry in entries.items() if entry.producer == producer]:
                 entry = entries.pop(key)
-                nbytes = _sizes(entry.batch.select([key]))[key][entry.position]
-                self._sizes[sample_id] -= nbytes
+                nbytes = _value_sizes(entry.batch.select([key]))[key][entry.position]
+                self._sample_nbytes[sample_id] -= nbytes
                 self._nbytes -= nbytes
             if not entries:
                 self._entries.pop(sample_id, None)
-                self._sizes.pop(sample_id, None)
+                self._sample_nbytes.pop(sample_id, None)
 
     def on_clear(self, listener: Callable[[frozenset[str]], None]) -> None:
-        """Call ``listener(ids)`` after every clear, on the thread that clears."""
+        """Register ``listener(ids)``, which is called after every ``clear`` on the calling thread."""
         with self._lock:
             self._listeners.append(listener)
 
     @property
     def nbytes(self) -> int:
-        """Count the bytes of all values held."""
+        """Total bytes of all stored values."""
         with self._lock:
             return self._nbytes
 
     def __len__(self) -> int:
-        """Count the samples of which at least one key is held."""
+        """Return the number of samples with at least one value."""
         with self._lock:
             return len(self._entries)
 
 
-def _sizes(sample: SequenceSample) -> dict[str, list[int]]:
-    """Return the bytes of every id, by key."""
+def _value_sizes(sample: SequenceSample) -> dict[str, list[int]]:
+    """Return the bytes of each sample's value, by key, in the order of the ids."""
     trailing = sample.trailing_shapes
     rows: dict[int, list[int]] = {}
     out = {}
@@ -145,8 +151,8 @@ def _sizes(sample: SequenceSample) -> dict[str, list[int]]:
     return out
 
 
-def _rows(keys: Sequence[str], entries: Sequence[_Entry]) -> SequenceSample:
-    """Assemble these keys for these entries, in order; entries of one batch that follow each other are cut at once."""
+def _assemble(keys: Sequence[str], entries: Sequence[_Entry]) -> SequenceSample:
+    """Build a sample with these keys of these entries, in order. Adjacent entries of one batch are cut out together."""
     parts: list[SequenceSample] = []
     for _, group in groupby(entries, key=lambda entry: id(entry.batch)):
         run = list(group)

@@ -38,7 +38,7 @@ def refused(door: ControlEndpoint, key: HostKey) -> str:
     watch, end = HandshakeWatch(socket), time.monotonic() + ANSWER_S
     try:
         connect_encrypted(socket, door.endpoint, key.server_public, key.own)
-        while not (watch.greeted or watch.refused):
+        while not (watch.handshakes or watch.refused):
             assert time.monotonic() < end
             watch.monitor.poll(100)
             watch.look()

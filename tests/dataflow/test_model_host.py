@@ -241,7 +241,7 @@ def test_what_is_cleared_while_a_call_makes_it_is_not_left_behind(tmp_path: Path
 async def test_a_call_that_is_cancelled_and_cleared_as_it_begins_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Host(tmp_path, given_up=lambda: worker.given_up())
+    bench = Host(tmp_path, given_up=lambda: worker.is_running_call_cancelled())
     master = RpcMaster("run", heartbeat_s=0.5, dead_after_s=10)
     await master.start()
     worker = RpcWorker(

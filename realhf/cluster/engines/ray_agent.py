@@ -10,7 +10,7 @@ from pathlib import Path
 from realhf.scheduler.base import WorkerExit, WorkerSpec
 from realhf.scheduler.local import LocalScheduler
 from realhf.scheduler.process import failure_cause
-from realhf.transport.network import kept_in_memory
+from realhf.transport.network import keep_in_memory
 
 GRACE_S = 6.0
 
@@ -26,7 +26,7 @@ class RayAgent:
 
     def start(self, endpoint: str, keys: str) -> str:
         """Start the agent, which joins the endpoint at ``endpoint``; return the host's own name."""
-        argv = ("--join", endpoint, "--key-file", str(kept_in_memory(keys)), "--host-agent", "--temporary")
+        argv = ("--join", endpoint, "--key-file", str(keep_in_memory(keys)), "--host-agent", "--temporary")
         name = ("--name", self._name)
         self._local.start(WorkerSpec(self._name, "realhf.worker", argv + name, self._folder / "agent.log"))
         return os.uname().nodename

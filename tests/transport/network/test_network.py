@@ -67,8 +67,8 @@ def test_the_master_is_known_by_what_is_advertised(router):
     assert network.host != "127.0.0.1"
     assert network.listen(router).startswith("tcp://host.example:")
     assert router.getsockopt_string(zmq.LAST_ENDPOINT).startswith("tcp://0.0.0.0:")
-    assert network.reached_at("http://0.0.0.0:80") == "http://host.example:80"
-    assert network.reached_at("http://10.0.0.1:80") == "http://10.0.0.1:80"
+    assert network.public_url("http://0.0.0.0:80") == "http://host.example:80"
+    assert network.public_url("http://10.0.0.1:80") == "http://10.0.0.1:80"
 
 
 def test_a_worker_listens_where_it_reaches_the_master():
@@ -90,7 +90,7 @@ def test_host_names_are_resolved_and_unknown_ones_are_named():
 
 def test_a_name_that_means_the_loopback_here_is_named(monkeypatch):
     """Systems list the name of the machine itself at 127.0.1.1: listening there, no other host would reach it."""
-    monkeypatch.setattr("realhf.transport.network.resolved", lambda name, option: "127.0.1.1")
+    monkeypatch.setattr("realhf.transport.network.resolve_host", lambda name, option: "127.0.1.1")
     with pytest.raises(NetworkError, match=r"network\.bind=myhost: .* loopback \(127\.0\.1\.1\)"):
         Network.of_master(NetworkConfig("myhost"), KEYS)
 

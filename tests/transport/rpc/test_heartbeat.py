@@ -19,7 +19,7 @@ from realhf.base.process import host_token, start_time
 from realhf.transport.envelope import unpack_payload
 from realhf.transport.heartbeat import HeartbeatClient, HeartbeatServer
 from realhf.transport.network import LOOPBACK
-from realhf.transport.roster import RosterNews, WorkerInfo
+from realhf.transport.roster import RosterAnnouncer, WorkerInfo
 
 SILENCE_S = 1.5
 WAIT_S = 60.0
@@ -111,7 +111,7 @@ class Told:
         self.roster: dict[str, WorkerInfo] = {}
         self.unlisted: set[str] = set()
         self.sent: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        self.news = RosterNews(self.roster, self.unlisted, self._send)
+        self.announcer = RosterAnnouncer(self.roster, self.unlisted, self._send)
 
     def _send(self, name: str, version: int, payload: bytes) -> None:
         self.sent.setdefault(name, []).append((version, unpack_payload([payload])))
@@ -119,11 +119,11 @@ class Told:
     def join(self, name: str, **addresses: Any) -> None:
         """Let a worker take part."""
         self.roster[name] = WorkerInfo(name, "kind", 0, "host", 1, **addresses)
-        self.news.changed(self.roster[name])
+        self.announcer.announce_later(self.roster[name])
 
     def leave(self, name: str) -> None:
         """Let it go."""
-        self.news.changed(self.roster.pop(name))
+        self.announcer.announce_later(self.roster.pop(name))
 
     def knows(self, name: str) -> list[str]:
         """The workers that one knows of, by what it was sent."""
@@ -137,7 +137,7 @@ class Told:
 async def pause(told: Told) -> None:
     """Until everybody was told."""
     async with asyncio.timeout(60):
-        while told.news._timer is not None:
+        while told.announcer._timer is not None:
             await asyncio.sleep(0.001)
 
 
@@ -164,15 +164,15 @@ async def test_what_is_called_next_is_told_at_once_and_once() -> None:
     told = Told()
     told.join("engine", endpoints={"generation": "tcp://here"})
     told.join("player")
-    told.news.tell("player")
+    told.announcer.announce("player")
     assert told.knows("player") == ["engine"]
     await pause(told)
     assert len(told.sent["player"]) == 1
     told.unlisted.add("engine")
-    told.news.changed(told.roster["engine"])
-    told.news.tell("player")
+    told.announcer.announce_later(told.roster["engine"])
+    told.announcer.announce("player")
     assert told.sent["player"][-1][1]["workers"][0]["endpoints"] == {}, "its services are not shown any more"
-    told.news.close()
+    told.announcer.close()
 
 
 async def test_a_successor_is_told_everything() -> None:

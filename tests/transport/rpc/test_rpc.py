@@ -261,7 +261,7 @@ async def until_noticed(master: RpcMaster, name: str) -> None:
 
 async def test_a_worker_may_return_under_its_name(cluster):
     (process,) = await cluster.join("w")
-    version = cluster.master.news.version
+    version = cluster.master.announcer.version
     process.kill()
     with pytest.raises(WorkerDied):
         await asyncio.wait_for(cluster.master.call("w", "append", {"seconds": 60, "number": 0}, timeout_s=60), 60)
@@ -269,7 +269,7 @@ async def test_a_worker_may_return_under_its_name(cluster):
         await asyncio.wait_for(until_noticed(cluster.master, "w"), 60)
     cluster.master.expect("w")
     await cluster.join("w")
-    assert cluster.master.news.version > version
+    assert cluster.master.announcer.version > version
     assert await cluster.master.call("w", "echo", 7, timeout_s=60) == 7
 
 

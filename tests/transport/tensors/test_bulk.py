@@ -172,7 +172,7 @@ def test_a_stranger_without_tls_is_sent_away(owner, greeting):
 
 def test_silent_strangers_do_not_keep_the_run_out(owner, monkeypatch):
     """The one that has been silent for longest makes room, long before its handshake has to be over."""
-    monkeypatch.setattr(owner.server, "_most_strangers", 2)
+    monkeypatch.setattr(owner.server, "_max_unauthenticated", 2)
     silent = [socket.create_connection((HOST, owner.server.port), timeout=LIMIT_S) for _ in range(3)]
     try:
         assert silent[0].recv(1) == b""
