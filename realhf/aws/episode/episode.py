@@ -120,7 +120,7 @@ class SimulatorWatch:
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
-        self._worked_s = slot.ministack.worked_s() if slot.simulated else 0.0
+        self._worked_s = slot.ministack.cpu_time_s() if slot.simulated else 0.0
 
     def blame(self, error: Exception, *, begun: bool = True) -> Blame:
         """Return the cause of an error. ``begun``: whether a command had started before it. Blocks
@@ -133,8 +133,8 @@ class SimulatorWatch:
                 return Blame.UNREADABLE
             return Blame.ENVIRONMENT if lost or isinstance(error, StateCallError) else Blame.UNREADABLE
         simulator = self._slot.ministack
-        idle = 0 <= simulator.worked_s() == self._worked_s
-        if simulator.stopped():
+        idle = 0 <= simulator.cpu_time_s() == self._worked_s
+        if simulator.is_stopped():
             return Blame.ENVIRONMENT
         if not isinstance(error, SimulatorLost) and simulator.alive() and (not lost or simulator.healthy()):
             return Blame.UNREADABLE

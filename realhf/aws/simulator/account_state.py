@@ -1,11 +1,12 @@
-"""Tells the owner what the account in a simulator holds, and restores the settings that live in its modules.
+"""Export of the account in a simulator to its owner, and reset of the settings in MiniStack's
+modules.
 
-All of MiniStack's resources lie in its scoped stores, and those are read here, not the answers of its operations: what
-no operation shows (the bytes of an object, messages that wait) belongs to the account too. Texts that the simulator
-drew itself are marked, because nobody can ask for them.
+All resources of MiniStack are in its scoped stores, which are read directly instead of through its
+operations: content that no operation shows (bytes of an object, waiting messages) belongs to the
+account too. Texts that the simulator generated are mark, because no agent can choose them.
 
-MiniStack's own reset empties its stores. What else its modules hold by name (switches that its configuration path sets,
-counters) survives it, and would carry knowledge from one episode to another.
+MiniStack's own reset empties its stores. Other module state (switches set by its configuration
+path, counters) survives it and would carry information from one episode to the next.
 """
 
 from __future__ import annotations
@@ -23,79 +24,87 @@ from typing import Any
 
 DRAWN = "\ue000"
 END_DRAWN = "\ue001"
-"""Marks around a text that the simulator drew."""
+"""Marks around a text that the simulator generated."""
 MOST_LEAVES = 200_000
+"""Largest number of values in a report."""
 LONGEST_TEXT = 65_536
-"""Texts that are longer are told by their digest."""
+"""Longer texts are reported by their digest; characters."""
 _DEEPEST = 40
+"""Largest depth of a record."""
 _KEPT_DRAWS = 4 << 20
-"""Characters of drawn texts that are remembered between two resets."""
+"""Characters of generated texts that are kept between two resets."""
 _SHORTEST_DRAW = 6
+"""Shortest text that is recognized as generated."""
 _MOST_BITS = 10_000
+"""Largest size of an integer, in bits; Python refuses to write larger ones in decimal."""
 _LONGEST_DRAW = 64
-"""Bytes."""
+"""Longest byte string that may be a generated one, in bytes."""
 _LONGEST_RUN = 4096
+"""Longest sequence of single generated letters, in characters."""
 _LONGEST_NAME = 256
-"""Texts that are longer are looked at anew each time."""
+"""Longest text for which the quick test by word endings is made, in characters."""
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 _STORES = frozenset({"AccountScopedDict", "AccountRegionScopedDict"})
+"""Classes of MiniStack's stores."""
 _UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PIECE = re.compile(rf"{_UUID.pattern}|[0-9A-Za-z_-]{{20,}}|[0-9A-Za-z]{{6,}}")
+"""A part of a text that may be generated as a whole."""
 _WORD = re.compile(r"[0-9A-Za-z]{6,}")
-_UNSAID = frozenset(
+"""A part of a piece that may be generated."""
+_IGNORED_STORES = frozenset(
     {
-        # what was asked and answered, not what there is
+        # logs of requests and answers, not state
         *("_events", "_events_log", "_alarm_history", "_composite_triggers", "_stack_events", "_changes", "_queries"),
         *("_shard_iterators", "_txn_idempotency", "_caller_refs", "_hc_caller_refs", "_credential_reports"),
         *("_jwks_cache", "_oidc_config_cache", "_oidc_pending", "_challenge_sessions", "_change_progress"),
-        # where readers of streams stand
+        # positions of readers of streams
         *("_kinesis_positions", "_dynamodb_stream_positions", "_esm_backoff_until", "_positions", "_stream_records"),
-        # other ways to find the same
+        # indices of other stores
         *("_queue_name_to_url", "_sub_arn_to_topic", "_alias_dates", "_aws_managed_attachment_counts"),
         *("_pool_domain_map", "_callback_index", "_stream_trimmed"),
     }
 )
-"""Stores that hold no part of an account."""
+"""Stores that contain no part of the account."""
 _OF_AWS = "default."
-"""Begins the names of ElastiCache's many parameter groups that belong to AWS."""
+"""Prefix of the many parameter groups of ElastiCache that belong to AWS."""
 
 
 class TooLarge(Exception):
-    """The account holds more than is told."""
+    """The account exceeds the limits of a report."""
 
 
 class Draws:
-    """Remembers every text that the simulator drew since the last reset."""
+    """The texts that the simulator has generated since the last reset."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all texts."""
         self._parts: list[str] = []
         self._size = 0
         self._text = self._letters = ""
         self._known: dict[str, bool] = {}
         self._undrawn: set[str] = set()
-        """Ends of words that no drawn text has."""
+        """Word endings that occur in no generated text."""
 
     def add(self, *texts: str) -> None:
-        """Remember texts that were drawn."""
+        """Record generated texts."""
         self._parts.extend(texts)
         self._size += sum(map(len, texts))
-        if self._size > _KEPT_DRAWS:  # whoever draws so much names nothing by it
+        if self._size > _KEPT_DRAWS:  # such amounts are data rather than names: drop the older half
             self._parts = [*self._parts[len(self._parts) // 2 :]]
             self._size = self._size // 2
 
     def add_letter(self, letter: str) -> None:
-        """Remember one more letter of a text that is drawn letter by letter."""
+        """Record one letter of a text that is generated letter by letter."""
         self._letters += letter
         if len(self._letters) > _LONGEST_RUN:
             self.add(self._letters)
             self._letters = ""
 
-    def look(self) -> None:
-        """Take in what was drawn meanwhile, before texts are marked."""
+    def refresh(self) -> None:
+        """Index the texts that were recorded since the last call. Call it before ``mark``."""
         if len(self._parts) > bool(self._text) or self._letters:
             new = "\n".join([*self._parts[bool(self._text) :], self._letters])
             self._undrawn = {end for end in self._undrawn if end not in new} if len(new) < _LONGEST_RUN else set()
@@ -104,8 +113,8 @@ class Draws:
             self._letters = ""
             self._known = {piece: True for piece, drawn in self._known.items() if drawn}
 
-    def marked(self, text: str) -> str:
-        """Return a text with marks around all that was drawn."""
+    def mark(self, text: str) -> str:
+        """Return a text with marks around all generated parts."""
         if DRAWN in text or END_DRAWN in text:
             text = text.replace(DRAWN, "?").replace(END_DRAWN, "?")
         if len(text) <= _LONGEST_NAME:
@@ -113,18 +122,24 @@ class Draws:
             self._undrawn.update(end for end in ends - self._undrawn if end not in self._text)
             if ends <= self._undrawn:
                 return text
-        return _PIECE.sub(self._mark, text)
+        return _PIECE.sub(self._mark_piece, text)
 
-    def _mark(self, match: re.Match[str]) -> str:
+    def _mark_piece(self, match: re.Match[str]) -> str:
+        """Return a piece with marks around its generated part.
+
+        UUIDs count as generated in any case. Otherwise the longest generated ending is marked: ids
+        have short prefixes.
+        """
         piece = match[0]
-        if _UUID.fullmatch(piece):  # clients draw them too, where a request wants a token
+        if _UUID.fullmatch(piece):  # clients generate them too, as tokens of requests
             return f"{DRAWN}{piece}{END_DRAWN}"
         for start in range(min(6, len(piece) - _SHORTEST_DRAW + 1)):
-            if self._was_drawn(piece[start:]):
+            if self._is_generated(piece[start:]):
                 return f"{piece[:start]}{DRAWN}{piece[start:]}{END_DRAWN}"
-        return piece if _WORD.fullmatch(piece) else _WORD.sub(self._mark, piece)
+        return piece if _WORD.fullmatch(piece) else _WORD.sub(self._mark_piece, piece)
 
-    def _was_drawn(self, piece: str) -> bool:
+    def _is_generated(self, piece: str) -> bool:
+        """Return whether a piece is part of a generated text."""
         known = self._known.get(piece)
         if known is None:
             known = self._known[piece] = piece in self._text
@@ -133,25 +148,32 @@ class Draws:
 
 @lru_cache(8192)
 def _ends(text: str) -> frozenset[str]:
-    """Return the last characters of all words of a text: one that was drawn ends as it was drawn. "", which every text
-    has, for a UUID."""
+    """Return the last characters of all words of a text.
+
+    A generated text keeps its ending when a prefix is added. A UUID yields "", which every text
+    contains.
+    """
     pieces = _PIECE.findall(text)
     words = ("" if _UUID.fullmatch(piece) else word for piece in pieces for word in (piece, *_WORD.findall(piece)))
     return frozenset(word[-_SHORTEST_DRAW:] for word in words)
 
 
 class AccountState:
-    """Reads the stores. The serial number of a record counts how often one of its name was deleted before it: what was
-    made anew is known, whatever it says."""
+    """Reads the stores of MiniStack.
+
+    The serial number of a record is the number of earlier deletions under its name, so a resource
+    that was deleted and created again is recognized whatever it contains.
+    """
 
     def __init__(self, draws: Draws) -> None:
         self._draws = draws
         self._modules = 0
         self._stores: list[tuple[str, str, Any]] = []
         self._deleted: Counter[tuple[int, Any]] = Counter()
+        """Deletions by store (its id) and scoped name."""
 
     def watch(self, store: type) -> None:
-        """Count what is deleted from stores of a class."""
+        """Wrap the deleting methods of a store class, so that deletions are counted."""
 
         def counted(deletes: Callable[..., Any], scoped: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(deletes)
@@ -173,15 +195,16 @@ class AccountState:
         )
 
     def forget(self) -> None:
-        """Begin anew, after a reset."""
+        """Reset all counts and generated texts."""
         self._deleted.clear()
         self._draws.clear()
 
     def report(self) -> list[str]:
-        """Return records: lists of module, store, region, key, serial and value, each as JSON. Raises TooLarge."""
+        """Return the records, each as JSON: [module, store, region, key, serial, value]. Raises
+        TooLarge."""
         self._find_stores()
-        self._draws.look()
-        exporter = StateExporter(self._draws.marked)
+        self._draws.refresh()
+        exporter = StateExporter(self._draws.mark)
         records = []
         for module, store, held in self._stores:
             for scoped, value in list(held._data.items()) if held._data else ():
@@ -189,22 +212,24 @@ class AccountState:
                     continue
                 region = scoped[1] if len(scoped) == 3 else ""
                 serial = self._deleted[id(held), scoped]
-                record = [module, store, region, exporter.key(scoped[-1]), serial, exporter.tell(value)]
+                record = [module, store, region, exporter.key(scoped[-1]), serial, exporter.export(value)]
                 records.append(_ENCODE(record))
         return records
 
     def _find_stores(self) -> None:
+        """Find the stores in MiniStack's modules, again whenever a module was imported."""
         if len(sys.modules) == self._modules:
             return
         self._modules = len(sys.modules)
         found: dict[int, tuple[str, str, Any]] = {}
         for module, name, held in _module_contents():
-            if type(held).__name__ in _STORES and name not in _UNSAID:
+            if type(held).__name__ in _STORES and name not in _IGNORED_STORES:
                 found.setdefault(id(held), (module, name.strip("_"), held))
         self._stores = list(found.values())
 
 
 def _module_contents() -> Iterator[tuple[str, str, Any]]:
+    """Yield (module, name, value) of the contents of MiniStack's services."""
     for module, contents in sorted(sys.modules.items()):
         if module.startswith("ministack.services."):
             for name, held in vars(contents).items():
@@ -212,66 +237,73 @@ def _module_contents() -> Iterator[tuple[str, str, Any]]:
 
 
 class StateExporter:
-    """Turns records into plain data, within bounds."""
+    """Converts records to plain data within limits."""
 
-    def __init__(self, marked: Callable[[str], str]) -> None:
-        self._marked = marked
+    def __init__(self, mark: Callable[[str], str]) -> None:
+        self._mark = mark
         self._left = MOST_LEAVES
 
     def key(self, key: Any) -> str:
-        """Return a key of a store or a map as text."""
+        """Return a key of a store or a mapping as text."""
         if isinstance(key, str):
-            return self._marked(key)
+            return self._mark(key)
         return "/".join(map(self.key, key)) if isinstance(key, tuple) else str(key)
 
-    def tell(self, value: Any, depth: int = 0) -> Any:
+    def export(self, value: Any, depth: int = 0) -> Any:
         """Return a value as plain data. Raises TooLarge."""
         if value is None or isinstance(value, (bool, int, float)):
-            # Python refuses to write larger integers in decimals, and a template may hold them in hexadecimals.
+            # Python refuses to write larger integers in decimal; a template may contain them in hexadecimal.
             return hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else value
         self._left -= 1
         if self._left < 0 or depth > _DEEPEST:
             raise TooLarge(f"an account of more than {MOST_LEAVES} parts, or deeper than {_DEEPEST}")
         if isinstance(value, str):
-            return self._marked(value) if len(value) <= LONGEST_TEXT else _digest(value.encode("utf-8", "replace"))
+            return self._mark(value) if len(value) <= LONGEST_TEXT else _digest(value.encode("utf-8", "replace"))
         if isinstance(value, (dict, Mapping)):
             if type(value).__name__ in _STORES:
                 value = value._data  # type: ignore[attr-defined]
-            return {self.key(name): self.tell(item, depth + 1) for name, item in list(value.items())}
+            return {self.key(name): self.export(item, depth + 1) for name, item in list(value.items())}
         if isinstance(value, list | tuple):
-            return [self.tell(item, depth + 1) for item in list(value)]
+            return [self.export(item, depth + 1) for item in list(value)]
         if isinstance(value, set | frozenset):
-            return sorted((self.tell(item, depth + 1) for item in list(value)), key=repr)
+            return sorted((self.export(item, depth + 1) for item in list(value)), key=repr)
         if isinstance(value, bytes | bytearray | memoryview):
-            text = self._marked(bytes(value).hex()) if len(value) <= _LONGEST_DRAW else ""
+            text = self._mark(bytes(value).hex()) if len(value) <= _LONGEST_DRAW else ""
             return text if DRAWN in text else _digest(bytes(value))
         return value.isoformat() if isinstance(value, datetime) else f"<{type(value).__name__}>"
 
 
 def _digest(content: bytes) -> str:
+    """Return length and SHA-256 digest of bytes, as text."""
     return f"{len(content)} bytes, sha256 {base64.b64encode(hashlib.sha256(content).digest()).decode()}"
 
 
 _PACKAGE = "ministack"
 _PLAIN = (str, bytes, int, float, bool, type(None))
+"""Types of plain settings."""
 _SWITCHES_THAT_ARE_OBJECTS = frozenset({("ministack.services.stepfunctions", "_sfn_mock_config")})
+"""Settings that are restored although they are objects, by module and name."""
 _RUNNING = re.compile(r"_started$|^_inflight_total$|^_generation$")
-"""Names of threads and waits that outlive a reset; to forget them would start them twice."""
+"""Names of threads and waits that outlive a reset; restoring them would start them twice."""
 
 
 class ModuleSwitches:
-    """Remembers the plain values (numbers, texts, flags) that MiniStack's modules hold at the moment this is made."""
+    """The plain settings (numbers, texts, flags) in MiniStack's modules at the time of
+    construction."""
 
     def __init__(self) -> None:
-        self._taken: dict[str, dict[str, Any]] = {}
-        for module, name, value in _settings():
-            self._taken.setdefault(module, {})[name] = value
+        self._initial: dict[str, dict[str, Any]] = {}
+        for module, name, value in _find_settings():
+            self._initial.setdefault(module, {})[name] = value
 
     def restore(self) -> list[str]:
-        """Put back what changed; returns its names. Where there was nothing and is an object now (a thread, a lock),
-        that was made when first needed, and stays."""
+        """Restore the settings that changed; return their names.
+
+        A setting that was None and is an object now (a thread, a lock) was created on first use,
+        and stays.
+        """
         changed = []
-        for module, settings in self._taken.items():
+        for module, settings in self._initial.items():
             names = vars(sys.modules[module])
             for name, value in settings.items():
                 now = names.get(name)
@@ -283,15 +315,16 @@ class ModuleSwitches:
         return changed
 
     def values(self) -> dict[str, str]:
-        """Return the present values, as text, by name: for comparing two moments."""
+        """Return the present values by name, as text, for comparing two points in time."""
         return {
             f"{module}.{name}": repr(vars(sys.modules[module]).get(name))[:200]
-            for module, settings in self._taken.items()
+            for module, settings in self._initial.items()
             for name in settings
         }
 
 
-def _settings() -> list[tuple[str, str, Any]]:
+def _find_settings() -> list[tuple[str, str, Any]]:
+    """Return (module, name, value) of every setting."""
     found = []
     for module, contents in list(sys.modules.items()):
         if module == _PACKAGE or module.startswith(f"{_PACKAGE}."):
@@ -304,4 +337,5 @@ def _settings() -> list[tuple[str, str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value is plain data."""
     return isinstance(value, _PLAIN) or (isinstance(value, tuple | frozenset) and all(map(_is_plain, value)))

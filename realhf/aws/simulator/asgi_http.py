@@ -1,18 +1,17 @@
-"""Serves HTTP/1.1 for one ASGI application on the loopback, counts what it parsed, and keeps the owner's entrance
-apart.
+"""HTTP/1.1 server on the loopback for one ASGI application, with request counts and separate
+entrances.
 
-The owner reads the count over the control connection (``MiniStackProcess.requests``); an agent's worker cannot.
+An agent's worker, and any other process that finds it, uses the ``port``: AWS operations only, and
+not from a browser. Set-up, grading and control use a connection of the ``owner``, which also reads
+the counts (``MiniStackProcess.requests``).
 
-MiniStack's own server spends more time in HTTP than in answering. Here a request costs one parse of its head and one
-write of its answer; bodies arrive whole. A client waits for each answer before it sends the next request: bytes that
-come earlier are an attempt to hide one request in another, and end the connection, as does everything that the grammar
-does not allow.
+MiniStack's own server spends more time on HTTP than on the answers. Here a request costs one parse
+of its head and one write of its answer; bodies arrive whole. A client has to wait for each answer
+before it sends the next request: earlier bytes may hide a request in another one, so they end the
+connection, as does everything that the grammar does not allow.
 
-A process that has no memory left answers some requests and fails others, reads of its owner among them, and what it
-keeps may be half written: it ends itself, which its owner notices.
-
-An agent's worker, and any other process that finds it, comes in by the ``port``: AWS alone, from no browser. Set-up,
-grading and control come in by a connection of the ``owner``.
+A process without free memory answers some requests and fails others, including its owner's, and its
+data may be incomplete. It ends itself, which its owner notices.
 """
 
 from __future__ import annotations
@@ -34,34 +33,42 @@ from realhf.aws.cli.pinned_http import BadHttp, RequestHead, check_field, is_int
 from realhf.aws.simulator.account_state import AccountState, ModuleSwitches, TooLarge
 from realhf.base.loopback import is_loopback_authority
 
-KEPT = 2000
+KEPT_REQUESTS = 2000
+"""Number of requests that are kept for reports."""
 TARGET_CHARS = 500
-"""Characters kept of a request's target."""
+"""Characters that are kept of a request's target."""
 _SCOPE = re.compile(rb"Credential=[^/,]*/[0-9]+/[^/,]*/([a-z0-9-]+)/aws4_request")
+"""The service in a signature."""
 _ACTION = re.compile(rb"(?:^|&)Action=([A-Za-z0-9]+)")
+"""The operation in a form."""
 _FORM_BYTES = 4096
+"""Bytes of a form that are searched for the operation."""
 KEPT_BYTES = 256 << 10
-"""Most bytes of requests and answers that are kept between two resets."""
+"""Limit of the transcript between two resets, in bytes."""
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
+"""Control characters by their letter in JSON escapes."""
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")
+"""An escape sequence of JSON."""
 
 
 class ParsedRequests:
-    """Counts every request that was parsed, whatever its answer, and every one that was refused, by reason.
+    """Counts of parsed requests, whatever their answers, and of refused ones by reason.
 
-    The latest are kept. ``number`` counts from 1; ``entrance`` is ``port`` (the agent's worker, or any other process
-    that finds it), ``environment`` (the worker for command lines of tasks) or ``owner``. ``service`` is what the
-    signature names, ``operation`` what JSON and query protocols say, "" for REST.
+    The latest requests are kept. ``number`` counts from 1; ``entrance`` is ``port`` (the agent's
+    worker, or any other process that finds it), ``environment`` (the worker for command lines of
+    tasks) or ``owner``. ``service`` is the one in the signature, ``operation`` that of JSON and
+    query protocols, "" for REST.
 
-    Of those that came by the port and may have changed something, all that they said and were answered is kept until
-    the next reset, for whoever asks what was named in them."""
+    Requests through the port that may have changed something are kept completely, with their
+    answers, until the next reset. This *transcript* shows which names the agent used.
+    """
 
     def __init__(self) -> None:
         self.count = 0
         self.entrances: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
-        self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        self._said: list[str] = []
+        self._recent: deque[dict[str, Any]] = deque(maxlen=KEPT_REQUESTS)
+        self._transcript: list[str] = []
         self._left = KEPT_BYTES
 
     def add(self, entrance: str, head: RequestHead, body: bytes) -> None:
@@ -81,49 +88,56 @@ class ParsedRequests:
         )
 
     def keep(self, entrance: str, head: RequestHead, body: bytes, answer: bytes) -> None:
-        """Keep what a request of the port and its answer say, unless it only reads."""
+        """Add a request through the port and its answer to the transcript, unless it only reads."""
         reads = head.method in ("GET", "HEAD") or _operation(head, body).startswith(READ_PREFIXES)
         if entrance != "port" or reads:
             return
-        said = head.target + b"\n" + body + b"\n" + answer.partition(b"\r\n\r\n")[2]
-        self._left -= len(said)
+        exchange = head.target + b"\n" + body + b"\n" + answer.partition(b"\r\n\r\n")[2]
+        self._left -= len(exchange)
         if self._left >= 0:
-            self._said.append(_readings(said.decode("utf-8", "replace")))
+            self._transcript.append(_decode_variants(exchange.decode("utf-8", "replace")))
 
-    def said(self) -> str | None:
-        """Return what was kept since the last reset; None where it was too much."""
-        return "\n".join(self._said) if self._left >= 0 else None
+    def transcript(self) -> str | None:
+        """Return the transcript since the last reset; None if it exceeds its limit."""
+        return "\n".join(self._transcript) if self._left >= 0 else None
 
     def forget(self) -> None:
-        """Forget what was said, at a reset."""
-        self._said.clear()
+        """Clear the transcript, at a reset."""
+        self._transcript.clear()
         self._left = KEPT_BYTES
 
     def refuse(self, reason: str) -> None:
-        """Count bytes that are not a request, or one that must not come from where it came."""
+        """Count bytes that are not a request, or a request that is not permitted on its entrance."""
         self.refused[reason] += 1
 
     def report(self, after: int = 0) -> dict[str, Any]:
-        """Return ``count``, the same by ``entrances``, ``refused`` by reason, and the ``requests`` numbered above
-        ``after`` that are kept."""
+        """Return the counts and the kept requests numbered above ``after``.
+
+        Keys: ``count``, ``entrances`` (counts), ``refused`` (counts by reason), ``requests``.
+        """
         recent = [request for request in self._recent if request["number"] > after]
         return {"count": self.count, "entrances": self.entrances, "refused": self.refused, "requests": recent}
 
 
-def _readings(text: str) -> str:
-    """Return all that a text may say, as it is and with escapes undone: of URLs, of XML, and of JSON, twice for a
-    document within a document. A name may look like an escape itself, so no reading takes another's place."""
-    found = {text: None}
-    for undo in (unquote_plus, unescape, _without_escapes, _without_escapes):
-        found |= {undo(one): None for one in [*found]}
-    return "\n".join(found)
+def _decode_variants(text: str) -> str:
+    """Return a text in all decodings: as it is, and without escapes of URLs, XML and JSON.
+
+    JSON escapes are removed twice, for a document within a document. Since a name may itself look
+    like an escape, no variant replaces another one.
+    """
+    variants = {text: None}
+    for decode in (unquote_plus, unescape, _without_escapes, _without_escapes):
+        variants |= {decode(variant): None for variant in [*variants]}
+    return "\n".join(variants)
 
 
 def _without_escapes(text: str) -> str:
+    """Return a text without escapes of JSON."""
     return _ESCAPE.sub(lambda match: chr(int(match[1], 16)) if match[1] else _CONTROLS.get(match[2], match[2]), text)
 
 
 def _operation(head: RequestHead, body: bytes) -> str:
+    """Return the operation that a request names in a header or a form, "" for REST."""
     target = head.field(b"x-amz-target")
     if target:
         return target.rpartition(b".")[2].decode("latin-1")
@@ -134,12 +148,16 @@ def _operation(head: RequestHead, body: bytes) -> str:
 
 
 MAX_HEAD_BYTES = 256 * 1024
+"""Longest request head, in bytes."""
 _SPARE_BYTES = 8 << 20
-"""What a process can still take after a request failed, or else has no memory left."""
+"""Memory that a process must still be able to allocate after a failed request, in bytes."""
 _REASONS = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+"""Status lines by status."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PIPELINED = "bytes behind a request, before its answer"
+"""Reason for refusing bytes that arrive before the answer to a request."""
 _HOP_BY_HOP = frozenset({b"transfer-encoding", b"connection", b"keep-alive", b"upgrade", b"trailer"})
+"""Headers that this server sets or drops itself."""
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -147,8 +165,8 @@ AsgiApp = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class HttpConnection(asyncio.Protocol):
-    """Serves one client connection, by the ``entrance`` that ``parsed`` notes. Bytes that are not a request close
-    it."""
+    """One client connection, by the ``entrance`` that ``parsed`` records. Bytes that are not a
+    request close it."""
 
     def __init__(self, app: AsgiApp, loop: asyncio.AbstractEventLoop, parsed: ParsedRequests, entrance: str) -> None:
         self._app = app
@@ -161,15 +179,16 @@ class HttpConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport of the new connection."""
+        """Store the transport of the new connection."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the transport; an answer under way is not sent any more."""
+        """Drop the transport; an answer in preparation is discarded."""
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes and start to answer once a request is whole; refuse everything that the grammar does not allow."""
+        """Add bytes and start the answer once a request is complete; refuse what the grammar does
+        not allow."""
         if self._transport is None or self._transport.is_closing():
             return
         try:
@@ -184,7 +203,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse("no memory for the request")
 
     def _take(self) -> None:
-        """Start to answer the request in the buffer once it is whole. Raises BadHttp."""
+        """Start the answer if the request in the buffer is complete. Raises BadHttp."""
         if self._head is None:
             self._head = self._take_head()
         head = self._head
@@ -199,6 +218,7 @@ class HttpConnection(asyncio.Protocol):
         self._task = self._loop.create_task(self._answer(head, body))
 
     def _take_head(self) -> RequestHead | None:
+        """Return the head of the next request, None if it is incomplete. Raises BadHttp."""
         end = self._buffer.find(b"\r\n\r\n")
         if end > MAX_HEAD_BYTES or (end < 0 and len(self._buffer) > MAX_HEAD_BYTES):
             raise BadHttp("the head of a request is too long")
@@ -214,7 +234,7 @@ class HttpConnection(asyncio.Protocol):
         return head
 
     def _refuse(self, reason: str) -> None:
-        """Answer with the reason, and close; an answer under way is not sent any more."""
+        """Answer 400 with the reason and close; an answer in preparation is discarded."""
         self._parsed.refuse(reason)
         self._buffer.clear()
         self._head = None
@@ -226,6 +246,7 @@ class HttpConnection(asyncio.Protocol):
             transport.close()
 
     async def _answer(self, head: RequestHead, body: bytes) -> None:
+        """Run the application for a request and send its answer."""
         response = _Response(head.method)
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -236,16 +257,17 @@ class HttpConnection(asyncio.Protocol):
             return {"type": "http.disconnect"}
 
         try:
-            await self._app(_scope(head), receive, response.send)
+            await self._app(_build_scope(head), receive, response.send)
             data = response.to_bytes()
         except BadHttp as error:
             self._parsed.refuse(f"an answer: {error}")
             data = _REASONS[500] + b"content-length: 0\r\n\r\n"
         except Exception as error:
-            told = self._entrance == "owner" and head.method != "HEAD"
-            said = f"{type(error).__name__}: {error}".encode(errors="replace") if told else b""
-            data = _REASONS[500] + b"content-length: %d\r\n\r\n" % len(said) + said
-        self._parsed.keep(self._entrance, head, body, data)  # also of one that failed, which may have made something
+            # Only the owner learns the reason: it may contain internals of the simulator.
+            is_explained = self._entrance == "owner" and head.method != "HEAD"
+            reason = f"{type(error).__name__}: {error}".encode(errors="replace") if is_explained else b""
+            data = _REASONS[500] + b"content-length: %d\r\n\r\n" % len(reason) + reason
+        self._parsed.keep(self._entrance, head, body, data)  # a failed request may have made something too
         if data.startswith(b"HTTP/1.1 5"):
             _end_if_exhausted()
         self._task = None
@@ -256,6 +278,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _end_if_exhausted() -> None:
+    """End this process if it has no memory left."""
     try:
         bytearray(_SPARE_BYTES)
     except MemoryError:
@@ -265,7 +288,7 @@ def _end_if_exhausted() -> None:
 
 
 class _Response:
-    """Collects what the application sends and frames it with a content length."""
+    """Collects the messages of the application and frames them with a content length."""
 
     def __init__(self, method: str) -> None:
         self._method = method
@@ -274,7 +297,7 @@ class _Response:
         self._parts: list[bytes] = []
 
     async def send(self, message: dict[str, Any]) -> None:
-        """Take a message of the application: the head, or a part of the body."""
+        """Add a message of the application: the head, or a part of the body."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self._headers = list(message.get("headers", []))
@@ -282,8 +305,11 @@ class _Response:
             self._parts.append(bytes(message.get("body", b"")))
 
     def to_bytes(self) -> bytes:
-        """Return the whole answer. Raises BadHttp for a header that could split it: headers that an agent asks for
-        (``--response-content-type``) are among them."""
+        """Return the complete answer.
+
+        Raises BadHttp for a header that could split it; an agent can request header values
+        (``--response-content-type``).
+        """
         body = b"".join(self._parts)
         head = [_REASONS.get(self._status) or f"HTTP/1.1 {self._status} Unknown\r\n".encode()]
         declared = b""
@@ -304,7 +330,8 @@ class _Response:
         return b"".join(head)
 
 
-def _scope(head: RequestHead) -> dict[str, Any]:
+def _build_scope(head: RequestHead) -> dict[str, Any]:
+    """Return the ASGI scope of a request."""
     raw_path, _, query = head.target.partition(b"?")
     return {
         "type": "http",
@@ -327,13 +354,15 @@ REQUESTS_PATH = "/_realhf/requests"
 SWITCHES_PATH = "/_realhf/switches"
 SNAPSHOT_PATH = "/_realhf/snapshot"
 _OF_BROWSERS = frozenset({b"origin", b"sec-fetch-site", b"sec-fetch-mode"})
+"""Headers that only browsers send."""
 
 
 def port_app(app: AsgiApp, parsed: ParsedRequests) -> AsgiApp:
-    """Return ``app`` without its control paths, and for hosts of this machine alone."""
+    """Return ``app`` without its control paths, restricted to loopback hosts and non-browser
+    clients."""
 
     async def guarded(scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        reason = _reason(scope)
+        reason = _refusal_reason(scope)
         if reason:
             parsed.refuse(reason)
             await _answer(send, 403, {"message": reason})
@@ -343,7 +372,8 @@ def port_app(app: AsgiApp, parsed: ParsedRequests) -> AsgiApp:
     return guarded
 
 
-def _reason(scope: dict[str, Any]) -> str:
+def _refusal_reason(scope: dict[str, Any]) -> str:
+    """Return why a request through the port is refused, "" if it is not."""
     if is_internal_path(scope["raw_path"].decode("ascii")):
         return "this path is not part of AWS"
     for name, value in scope["headers"]:
@@ -357,8 +387,8 @@ def _reason(scope: dict[str, Any]) -> str:
 def owner_app(
     app: AsgiApp, seed: Callable[[int], None], switches: ModuleSwitches, parsed: ParsedRequests, state: AccountState
 ) -> AsgiApp:
-    """Return ``app`` with its control paths and ours: reset to a seed, the account of requests, the modules'
-    switches, all that the account holds."""
+    """Return ``app`` extended by control paths: reset to a seed, request counts, module switches,
+    account."""
 
     async def controlled(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -375,9 +405,9 @@ def owner_app(
             await _answer(send, 200, switches.values())
         elif path == SNAPSHOT_PATH:
             try:
-                said = json.dumps(["", "said", "", "", 0, parsed.said()], separators=(",", ":"))
-                await _send(send, 200, "\n".join([*state.report(), said]))
-            except (TooLarge, RuntimeError) as error:  # one of its threads may change a store meanwhile
+                transcript = json.dumps(["", "said", "", "", 0, parsed.transcript()], separators=(",", ":"))
+                await _send(send, 200, "\n".join([*state.report(), transcript]))
+            except (TooLarge, RuntimeError) as error:  # RuntimeError: a thread changed a store during the report
                 await _answer(send, 507, {"message": str(error)})
         else:
             await app(scope, receive, send)
@@ -386,10 +416,12 @@ def owner_app(
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
+    """Send an answer with a JSON body."""
     await _send(send, status, json.dumps(body, separators=(",", ":")))
 
 
 async def _send(send: Send, status: int, text: str) -> None:
+    """Send an answer with a text as its body."""
     headers = [(b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": text.encode()})

@@ -1,8 +1,10 @@
-"""Makes MiniStack answer as AWS documents it, where this version of the package does not.
+"""Corrections of MiniStack: answers as AWS documents them, where this version of the package
+differs.
 
 Each correction is a function with a link to the page of AWS that it follows and a test in
-``tests/aws/simulator/test_corrections.py``, so that it can go when the package does it by itself. All of them are
-applied once, in the zygote, to the tables by which MiniStack's modules find the handler of an operation.
+``tests/aws/simulator/test_corrections.py``, so that it can be removed once the package behaves so
+itself. All are applied once, in the zygote, to the tables that MiniStack's modules use to find the
+handler of an operation.
 """
 
 from __future__ import annotations
@@ -13,33 +15,36 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 LONGEST_POLL_S = 1.0
-"""Seconds that a poll of an empty queue may take: a session's clock is not spent on messages that nobody can send."""
+"""Longest time that a poll of an empty queue takes, in seconds: nobody can send a message in the
+meantime, so a session's clock is not spent on the wait."""
 _MOST_POLL_S = 20
+"""Longest wait that AWS accepts, in seconds."""
 
 Answer = tuple[int, Mapping[str, str], bytes]
-"""What a handler returns: status, headers and body."""
+"""Result of a handler: status, headers and body."""
 
 
 def install() -> None:
-    """Apply all corrections. Raises RuntimeError when this version of MiniStack lacks what is corrected."""
+    """Apply all corrections. Raises RuntimeError if this version of MiniStack lacks what is
+    corrected."""
     for correct in (
-        _keep_dns_names_in_lower_case,
-        _answer_polls_in_time,
-        _know_groups_by_name,
-        _update_all_of_a_group,
-        _keep_groups_in_bounds,
-        _spread_groups_over_zones_alike,
-        _name_launch_templates_in_full,
-        _match_families,
-        _forward_to_one_group,
-        _know_balancers_of_groups,
-        _take_versions_of_templates_back,
+        _lowercase_dns_names,
+        _limit_poll_time,
+        _find_security_groups_by_name,
+        _update_whole_scaling_group,
+        _keep_desired_capacity_in_bounds,
+        _spread_instances_independent_of_zone_order,
+        _show_launch_templates_in_full,
+        _refuse_mismatched_parameter_groups,
+        _accept_long_forward_actions,
+        _track_load_balancers_of_target_groups,
+        _delete_launch_template_versions,
         _complete_modified_volumes,
-        _change_domains_in_part,
-        _make_by_template_as_by_request,
-        _know_sets_by_name,
-        _end_workflows_with_their_machine,
-        _refuse_what_names_nothing,
+        _update_domains_partially,
+        _create_from_template_as_by_request,
+        _find_ip_sets_by_name,
+        _stop_executions_with_state_machine,
+        _refuse_missing_references,
     ):
         try:
             correct()
@@ -51,8 +56,8 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"ministack.services.{name}")
 
 
-def _keep_dns_names_in_lower_case() -> None:
-    """Keep names of DNS as AWS does, however they are spelt: MiniStack keeps a record for each spelling.
+def _lowercase_dns_names() -> None:
+    """Treat DNS names as case-insensitive, as AWS does: MiniStack keeps a record for each spelling.
 
     https://docs.aws.amazon.com/Route53/latest/DeveloperGuide/DomainNameFormat.html
     """
@@ -61,16 +66,17 @@ def _keep_dns_names_in_lower_case() -> None:
     route53._normalise_name = lambda name: name and original(name).lower()
 
 
-def _answer_polls_in_time() -> None:
-    """Answer a poll of an empty queue after ``LONGEST_POLL_S``, and refuse a wait that AWS refuses: MiniStack waits for
-    as long as was asked, past the deadline of the client.
+def _limit_poll_time() -> None:
+    """Answer a poll of an empty queue after ``LONGEST_POLL_S``, and refuse a wait that AWS refuses.
+
+    MiniStack waits as long as requested, beyond the timeout of the client.
 
     https://docs.aws.amazon.com/AWSSimpleQueueService/latest/APIReference/API_ReceiveMessage.html
     """
     sqs = _module("sqs")
     receive = sqs._HANDLERS["ReceiveMessage"]
 
-    async def received(request: Mapping[str, Any], url: str) -> dict[str, Any]:
+    async def receive_limited(request: Mapping[str, Any], url: str) -> dict[str, Any]:
         queue = sqs._get_q(request.get("QueueUrl", url), "sqs:ReceiveMessage")
         asked = request.get("WaitTimeSeconds")
         wait_s = int(queue["attributes"].get("ReceiveMessageWaitTimeSeconds", "0") if asked is None else asked)
@@ -80,49 +86,52 @@ def _answer_polls_in_time() -> None:
             raise sqs._Err("InvalidParameterValue", message)
         return await receive({**request, "WaitTimeSeconds": min(wait_s, LONGEST_POLL_S)}, url)
 
-    sqs._HANDLERS["ReceiveMessage"] = received
+    sqs._HANDLERS["ReceiveMessage"] = receive_limited
 
 
-def _know_sets_by_name() -> None:
-    """Find an IP set by its name and its id together, as WAF does: MiniStack ignores the name.
+def _find_ip_sets_by_name() -> None:
+    """Find an IP set by its name and id together, as WAF does: MiniStack ignores the name.
 
     https://docs.aws.amazon.com/waf/latest/APIReference/API_GetIPSet.html
     """
     waf = _module("waf")
     original = waf._get_ip_set
 
-    def found(request: Mapping[str, Any]) -> Answer:
-        held = waf._ip_sets.get(request.get("Id", ""))
+    def get_ip_set(request: Mapping[str, Any]) -> Answer:
+        ip_set = waf._ip_sets.get(request.get("Id", ""))
         where = "global" if request.get("Scope") == "CLOUDFRONT" else "regional"
-        if held is not None and not (held["Name"] == request.get("Name") and f":{where}/" in held["ARN"]):
+        if ip_set is not None and not (ip_set["Name"] == request.get("Name") and f":{where}/" in ip_set["ARN"]):
             message = "AWS WAF couldn\u2019t perform the operation because your resource doesn\u2019t exist."
             return waf._waf_err("WAFNonexistentItemException", message)
         return original(request)
 
-    waf._get_ip_set = found
+    waf._get_ip_set = get_ip_set
 
 
-def _end_workflows_with_their_machine() -> None:
-    """End the executions of a state machine that is deleted at their next transition: MiniStack forgets them, and they
-    go on.
+def _stop_executions_with_state_machine() -> None:
+    """End the executions of a handle_delete state machine at their next transition.
+
+    MiniStack forgets them, but they continue.
 
     https://docs.aws.amazon.com/step-functions/latest/apireference/API_DeleteStateMachine.html
     """
     workflows = _module("stepfunctions")
     delete = workflows._delete_state_machine
 
-    def deleted(request: Mapping[str, Any]) -> Answer:
-        for execution in [*workflows._executions.values()]:  # executions begin meanwhile in other threads
+    def delete_with_executions(request: Mapping[str, Any]) -> Answer:
+        for execution in [*workflows._executions.values()]:  # a copy: other threads start executions
             if execution["stateMachineArn"] == request.get("stateMachineArn") and execution["status"] == "RUNNING":
                 execution["status"] = "ABORTED"
         return delete(request)
 
-    workflows._delete_state_machine = deleted
+    workflows._delete_state_machine = delete_with_executions
 
 
-def _know_groups_by_name() -> None:
-    """Find security groups of the default VPC by their names, and revoke as AWS does: MiniStack ignores names, deletes
-    nothing by them, and finds a rule only where all its ranges were named.
+def _find_security_groups_by_name() -> None:
+    """Find security groups of the default VPC by name, and revoke rules as AWS does.
+
+    MiniStack ignores names, deletes nothing by them, and finds a rule only if all of its ranges are
+    named.
 
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DescribeSecurityGroups.html
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DeleteSecurityGroup.html
@@ -131,25 +140,28 @@ def _know_groups_by_name() -> None:
     """
     groups = _SecurityGroups(_module("ec2"))
     handlers = groups.ec2._ACTION_MAP
-    handlers["DescribeSecurityGroups"] = groups.described(handlers["DescribeSecurityGroups"])
+    handlers["DescribeSecurityGroups"] = groups.with_group_names(handlers["DescribeSecurityGroups"])
     for action in ("DeleteSecurityGroup", "AuthorizeSecurityGroupIngress"):
-        handlers[action] = groups.by_name(handlers[action])
-    revoked = groups.revoked(handlers["RevokeSecurityGroupIngress"], "IpPermissions")
-    handlers["RevokeSecurityGroupIngress"] = groups.by_name(revoked)
-    handlers["RevokeSecurityGroupEgress"] = groups.revoked(handlers["RevokeSecurityGroupEgress"], "IpPermissionsEgress")
-    handlers["RunInstances"] = groups.launched(handlers["RunInstances"])
+        handlers[action] = groups.with_one_group_name(handlers[action])
+    revoke = groups.revoking_parts(handlers["RevokeSecurityGroupIngress"], "IpPermissions")
+    handlers["RevokeSecurityGroupIngress"] = groups.with_one_group_name(revoke)
+    handlers["RevokeSecurityGroupEgress"] = groups.revoking_parts(
+        handlers["RevokeSecurityGroupEgress"], "IpPermissionsEgress"
+    )
+    handlers["RunInstances"] = groups.with_launch_group_names(handlers["RunInstances"])
 
 
-def _keep_groups_in_bounds() -> None:
-    """Keep the desired capacity of an Auto Scaling group within its bounds when these are updated: MiniStack takes any,
-    and leaves it below a new minimum.
+def _keep_desired_capacity_in_bounds() -> None:
+    """Keep the desired capacity of an Auto Scaling group within its bounds when these are handle_update.
+
+    MiniStack accepts any value, and leaves it below a new minimum.
 
     https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_UpdateAutoScalingGroup.html
     """
     autoscaling = _module("autoscaling")
     update = autoscaling._ACTION_MAP["UpdateAutoScalingGroup"]
 
-    def updated(request: Parameters) -> Answer:
+    def handle_update(request: Parameters) -> Answer:
         group = autoscaling._asgs.get(autoscaling._p(request, "AutoScalingGroupName"))
         if group is None:
             return update(request)
@@ -162,24 +174,25 @@ def _keep_groups_in_bounds() -> None:
             return autoscaling._error("ValidationError", f"Desired capacity:{desired} must be between {bounds}")
         return update({**request, "DesiredCapacity": [str(desired)]})
 
-    autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = updated
-    _before(autoscaling._ACTION_MAP, "SetDesiredCapacity", _bounds_of_group)
+    autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = handle_update
+    _check_before(autoscaling._ACTION_MAP, "SetDesiredCapacity", _check_desired_capacity)
 
 
-def _bounds_of_group(request: Parameters) -> Answer | None:
+def _check_desired_capacity(request: Parameters) -> Answer | None:
+    """Return the error for a desired capacity outside of the group's bounds."""
     scaling = _module("autoscaling")
     group = scaling._asgs.get(scaling._p(request, "AutoScalingGroupName"))
     asked = scaling._p(request, "DesiredCapacity")
     if group is None or not asked or int(group["MinSize"]) <= int(asked) <= int(group["MaxSize"]):
         return None
     side, bound = ("below min", "MinSize") if int(asked) < int(group["MinSize"]) else ("above max", "MaxSize")
-    told = f"New SetDesiredCapacity value {asked} is {side} value {group[bound]} for the AutoScalingGroup."
-    return scaling._error("ValidationError", told)
+    message = f"New SetDesiredCapacity value {asked} is {side} value {group[bound]} for the AutoScalingGroup."
+    return scaling._error("ValidationError", message)
 
 
-def _update_all_of_a_group() -> None:
-    """Update what MiniStack drops from a request about an Auto Scaling group: its zones, what its machines are launched
-    from, how they end.
+def _update_whole_scaling_group() -> None:
+    """Update the members of an Auto Scaling group that MiniStack drops from the request: its zones,
+    the launch configuration or template, and the termination settings.
 
     https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_UpdateAutoScalingGroup.html
     https://docs.aws.amazon.com/autoscaling/ec2/userguide/auto-scaling-benefits.html
@@ -187,14 +200,14 @@ def _update_all_of_a_group() -> None:
     autoscaling = _module("autoscaling")
     update = autoscaling._ACTION_MAP["UpdateAutoScalingGroup"]
 
-    def updated(request: Parameters) -> Answer:
+    def handle_update(request: Parameters) -> Answer:
         group = autoscaling._asgs.get(autoscaling._p(request, "AutoScalingGroupName"))
         if group is None:
             return update(request)
         for member in ("AvailabilityZones", "TerminationPolicies"):
             group[member] = autoscaling._parse_member_list(request, member) or group[member]
         zones = sorted(autoscaling._parse_member_list(request, "AvailabilityZones"))
-        for place, machine in enumerate(group["Instances"] if zones else ()):  # AWS balances them over the zones anew
+        for place, machine in enumerate(group["Instances"] if zones else ()):  # AWS rebalances them over the zones
             machine["AvailabilityZone"] = zones[place % len(zones)]
         protected = autoscaling._p(request, "NewInstancesProtectedFromScaleIn")
         if protected:
@@ -211,19 +224,21 @@ def _update_all_of_a_group() -> None:
             group["LaunchTemplate"] = {"LaunchTemplateId": named, "LaunchTemplateName": named, "Version": version}
         return update(request)
 
-    autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = updated
+    autoscaling._ACTION_MAP["UpdateAutoScalingGroup"] = handle_update
 
 
-def _name_launch_templates_in_full() -> None:
-    """Show the launch template of an Auto Scaling group by id and by name, however the request named it; MiniStack
-    shows either as both.
+def _show_launch_templates_in_full() -> None:
+    """Show the launch template of an Auto Scaling group by id and name, however the request named
+    it.
+
+    MiniStack shows the given one as both.
 
     https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_LaunchTemplateSpecification.html
     """
     autoscaling = _module("autoscaling")
     reconcile = autoscaling._reconcile_instances
 
-    def reconciled(group: dict[str, Any]) -> None:
+    def reconcile_group(group: dict[str, Any]) -> None:
         named = group["LaunchTemplate"].get("LaunchTemplateId")
         for key, template in _module("ec2")._launch_templates.items():
             if named in (key, template["LaunchTemplateName"]):
@@ -231,33 +246,35 @@ def _name_launch_templates_in_full() -> None:
                 group["LaunchTemplate"] |= full
         reconcile(group)
 
-    autoscaling._reconcile_instances = reconciled
+    autoscaling._reconcile_instances = reconcile_group
 
 
-def _spread_groups_over_zones_alike() -> None:
-    """Start the machines of an Auto Scaling group in the same zones however the zones are listed: AWS spreads them
-    evenly over a set of zones, MiniStack begins with the one that was named first.
+def _spread_instances_independent_of_zone_order() -> None:
+    """Start the instances of an Auto Scaling group in the same zones for every order of the zones.
+
+    AWS spreads them evenly over a set of zones; MiniStack begins with the one that was named first.
 
     https://docs.aws.amazon.com/autoscaling/ec2/userguide/auto-scaling-benefits.html
     """
     autoscaling = _module("autoscaling")
     reconcile = autoscaling._reconcile_instances
 
-    def reconciled(group: Mapping[str, Any]) -> None:
+    def reconcile_group(group: Mapping[str, Any]) -> None:
         reconcile({**group, "AvailabilityZones": sorted(group["AvailabilityZones"])})  # its list of machines is kept
 
-    autoscaling._reconcile_instances = reconciled
+    autoscaling._reconcile_instances = reconcile_group
 
 
-def _match_families() -> None:
-    """Refuse a PostgreSQL instance whose version is of another family than its parameter group.
+def _refuse_mismatched_parameter_groups() -> None:
+    """Refuse a PostgreSQL instance whose version does not belong to the family of its parameter
+    group.
 
     https://docs.aws.amazon.com/AmazonRDS/latest/UserGuide/parameter-groups-overview.html
     """
     rds = _module("rds")
     create = rds._ACTION_MAP["CreateDBInstance"]
 
-    def created(request: Parameters) -> Answer:
+    def handle_create(request: Parameters) -> Answer:
         name = rds._p(request, "DBParameterGroupName")
         engine = rds._p(request, "Engine")
         group = rds._param_groups.get(name)
@@ -269,18 +286,19 @@ def _match_families() -> None:
         message = f"The parameter group {named} can't be used for this instance. Use a parameter group of {family}."
         return rds._error("InvalidParameterCombination", message, 400)
 
-    rds._ACTION_MAP["CreateDBInstance"] = created
+    rds._ACTION_MAP["CreateDBInstance"] = handle_create
 
 
-def _forward_to_one_group() -> None:
-    """Take an action that forwards to a single target group in either of its forms: MiniStack drops the longer one.
+def _accept_long_forward_actions() -> None:
+    """Accept an action that forwards to a single target group in both forms; MiniStack drops the
+    longer one.
 
     https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_Action.html
     """
     alb = _module("alb")
     parse = alb._parse_actions
 
-    def parsed(request: Parameters, prefix: str = "DefaultActions") -> list[dict[str, Any]]:
+    def parse_actions(request: Parameters, prefix: str = "DefaultActions") -> list[dict[str, Any]]:
         actions = parse(request, prefix)
         for place, action in enumerate(actions, 1):
             forward = f"{prefix}.member.{place}.ForwardConfig"
@@ -291,19 +309,21 @@ def _forward_to_one_group() -> None:
                 action.setdefault("TargetGroupArn", group)
         return actions
 
-    alb._parse_actions = parsed
+    alb._parse_actions = parse_actions
 
 
-def _know_balancers_of_groups() -> None:
-    """Say of a target group which load balancers use it, as the listeners are now, and end listeners with their load
-    balancer: MiniStack keeps both, whatever becomes of what they say.
+def _track_load_balancers_of_target_groups() -> None:
+    """Show the load balancers that use a target group now, and delete listeners with their load
+    balancer.
+
+    MiniStack keeps both unchanged.
 
     https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_TargetGroup.html
     https://docs.aws.amazon.com/elasticloadbalancing/latest/APIReference/API_DeleteLoadBalancer.html
     """
     alb = _module("alb")
 
-    def followed(handler: Handler) -> Handler:
+    def refresh_after(handler: Handler) -> Handler:
         def handle(request: Parameters) -> Answer:
             answer = handler(request)
             for arn in [arn for arn, held in alb._listeners.items() if held["LoadBalancerArn"] not in alb._lbs]:
@@ -322,12 +342,12 @@ def _know_balancers_of_groups() -> None:
         return handle
 
     for operation in ("CreateListener", "ModifyListener", "DeleteListener", "DeleteLoadBalancer"):
-        alb._ACTION_MAP[operation] = followed(alb._ACTION_MAP[operation])
+        alb._ACTION_MAP[operation] = refresh_after(alb._ACTION_MAP[operation])
 
 
-def _take_versions_of_templates_back() -> None:
-    """Delete versions of a launch template, which MiniStack can only add, and know the source of a new one by
-    ``$Latest`` and ``$Default``. The number of the last version is given again once that is deleted.
+def _delete_launch_template_versions() -> None:
+    """Delete versions of a launch template, which MiniStack can only add, and accept ``$Latest``
+    and ``$Default`` as the source of a new one. The number of a handle_delete last version is used again.
 
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DeleteLaunchTemplateVersions.html
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_CreateLaunchTemplateVersion.html
@@ -335,8 +355,8 @@ def _take_versions_of_templates_back() -> None:
     ec2 = _module("ec2")
     create = ec2._ACTION_MAP["CreateLaunchTemplateVersion"]
 
-    def created(request: Parameters) -> Answer:
-        template = _template_named_by(request)
+    def handle_create(request: Parameters) -> Answer:
+        template = _find_launch_template(request)
         source = ec2._p(request, "SourceVersion")
         if template is None or not source:
             return create(request)
@@ -346,8 +366,8 @@ def _take_versions_of_templates_back() -> None:
             return ec2._error("InvalidLaunchTemplateId.VersionNotFound", ec2._esc(message), 400)
         return create({**request, "SourceVersion": [number]})
 
-    def deleted(request: Parameters) -> Answer:
-        template = _template_named_by(request)
+    def handle_delete(request: Parameters) -> Answer:
+        template = _find_launch_template(request)
         if template is None:
             message = "At least one of the launch templates specified in the request does not exist."
             return ec2._error("InvalidLaunchTemplateId.NotFound", message, 400)
@@ -362,7 +382,7 @@ def _take_versions_of_templates_back() -> None:
                 code = "launchTemplateVersionDoesNotExist"
                 refused += f"<item>{item}<responseError><code>{code}</code></responseError></item>"
             elif number == str(template["DefaultVersionNumber"]):
-                message = "The default version of a launch template cannot be deleted."
+                message = "The default version of a launch template cannot be handle_delete."
                 error = f"<code>unexpectedError</code><message>{message}</message>"
                 refused += f"<item>{item}<responseError>{error}</responseError></item>"
             else:
@@ -376,10 +396,11 @@ def _take_versions_of_templates_back() -> None:
             f"<unsuccessfullyDeletedLaunchTemplateVersionSet>{refused}</unsuccessfullyDeletedLaunchTemplateVersionSet>",
         )
 
-    ec2._ACTION_MAP |= {"CreateLaunchTemplateVersion": created, "DeleteLaunchTemplateVersions": deleted}
+    ec2._ACTION_MAP |= {"CreateLaunchTemplateVersion": handle_create, "DeleteLaunchTemplateVersions": handle_delete}
 
 
-def _template_named_by(request: Parameters) -> dict[str, Any] | None:
+def _find_launch_template(request: Parameters) -> dict[str, Any] | None:
+    """Return the launch template that a request names by id or name."""
     ec2 = _module("ec2")
     named = ec2._p(request, "LaunchTemplateId") or ec2._p(request, "LaunchTemplateName")
     templates = ec2._launch_templates.items()
@@ -387,20 +408,22 @@ def _template_named_by(request: Parameters) -> dict[str, Any] | None:
 
 
 def _version_number(template: Mapping[str, Any], version: str) -> str:
+    """Return the number of a version given as a number, ``$Latest`` or ``$Default``."""
     words = {"$Latest": "LatestVersionNumber", "$Default": "DefaultVersionNumber"}
     return str(template[words[version]]) if version in words else version
 
 
 def _complete_modified_volumes() -> None:
-    """Give a volume of another type what a new one of that type has, and the throughput that was asked for: MiniStack
-    leaves both as they were.
+    """Give a volume whose type changes the defaults of the new type, and the requested throughput.
+
+    MiniStack leaves both unchanged.
 
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_ModifyVolume.html
     """
     ec2 = _module("ec2")
     modify = ec2._ACTION_MAP["ModifyVolume"]
 
-    def modified(request: Parameters) -> Answer:
+    def handle_modify(request: Parameters) -> Answer:
         volume = ec2._volumes.get(ec2._p(request, "VolumeId"))
         kind = ec2._p(request, "VolumeType")
         throughput = ec2._p(request, "Throughput")
@@ -411,35 +434,38 @@ def _complete_modified_volumes() -> None:
             volume["Throughput"] = int(throughput)
         return modify(request)
 
-    ec2._ACTION_MAP["ModifyVolume"] = modified
+    ec2._ACTION_MAP["ModifyVolume"] = handle_modify
 
 
-def _change_domains_in_part() -> None:
-    """Leave what a change of a domain does not name as it is: MiniStack puts its options in the place of all of a kind.
+def _update_domains_partially() -> None:
+    """Keep the options of a domain that an update does not name; MiniStack replaces the whole
+    structure.
 
     https://docs.aws.amazon.com/opensearch-service/latest/APIReference/API_UpdateDomainConfig.html
     """
     opensearch = _module("opensearch")
     update = opensearch._update_domain_config
 
-    def updated(name: str, request: Mapping[str, Any]) -> Answer:
+    def handle_update(name: str, request: Mapping[str, Any]) -> Answer:
         held = opensearch._domains.get(name, {})
-        return update(name, {member: _laid_over(held.get(member), value) for member, value in request.items()})
+        return update(name, {member: _merge_over(held.get(member), value) for member, value in request.items()})
 
-    opensearch._update_domain_config = updated
+    opensearch._update_domain_config = handle_update
 
 
-def _laid_over(held: Any, value: Any) -> Any:
-    """Return ``value`` with the members that it lacks and ``held`` has; of what is no structure ``value`` itself."""
+def _merge_over(held: Any, value: Any) -> Any:
+    """Return ``value`` merged recursively over the mapping ``held``; a value that is no mapping
+    replaces it."""
     if not isinstance(held, dict) or not isinstance(value, dict):
         return value
-    return {**held, **{name: _laid_over(held.get(name), item) for name, item in value.items()}}
+    return {**held, **{name: _merge_over(held.get(name), item) for name, item in value.items()}}
 
 
-def _make_by_template_as_by_request() -> None:
-    """Make topics, subscriptions and tables of a stack as the services make them: MiniStack gives a topic another
-    policy and a display name, leaves out attributes of a subscription, and provisions a table that is billed by
-    request.
+def _create_from_template_as_by_request() -> None:
+    """Create topics, subscriptions and tables of a stack as the services create them.
+
+    MiniStack gives such a topic another policy and a display name, omits attributes of a
+    subscription, and provisions capacity for a table that is billed by request.
 
     https://docs.aws.amazon.com/sns/latest/dg/sns-access-policy-use-cases.html
     https://docs.aws.amazon.com/AWSCloudFormation/latest/TemplateReference/aws-resource-sns-topic.html
@@ -449,7 +475,7 @@ def _make_by_template_as_by_request() -> None:
     sns = _module("sns")
     dynamodb = _module("dynamodb")
 
-    def topic(arn: str, properties: Mapping[str, Any]) -> None:
+    def complete_topic(arn: str, properties: Mapping[str, Any]) -> None:
         attributes = sns._topics[arn]["attributes"]
         policy = json.loads(attributes["Policy"])
         policy["Statement"][0]["Condition"] = {"StringEquals": {"AWS:SourceOwner": attributes["Owner"]}}
@@ -471,109 +497,122 @@ def _make_by_template_as_by_request() -> None:
         }
         subscription["attributes"] = usual | subscription["attributes"]
 
-    def subscribed(arn: str, properties: Mapping[str, Any]) -> None:
+    def complete_new_subscription(arn: str, properties: Mapping[str, Any]) -> None:
         subscription = sns._find_subscription(sns._sub_arn_to_topic[arn], arn)
         complete(subscription)
         if "FilterPolicyScope" not in properties:
             subscription["attributes"].pop("FilterPolicyScope", None)
 
-    def table(name: str, _: Mapping[str, Any]) -> None:
+    def complete_table(name: str, _: Mapping[str, Any]) -> None:
         held = dynamodb._tables[name]
         if held["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST":
             held["ProvisionedThroughput"] = {"ReadCapacityUnits": 0, "WriteCapacityUnits": 0}
 
     handlers = made._RESOURCE_HANDLERS
-    followed = {"AWS::SNS::Topic": topic, "AWS::SNS::Subscription": subscribed, "AWS::DynamoDB::Table": table}
-    for kind, follow in followed.items():
-        handlers[kind]["create"] = _followed(handlers[kind]["create"], follow)
+    completions = {
+        "AWS::SNS::Topic": complete_topic,
+        "AWS::SNS::Subscription": complete_new_subscription,
+        "AWS::DynamoDB::Table": complete_table,
+    }
+    for kind, follow in completions.items():
+        handlers[kind]["create"] = _call_after(handlers[kind]["create"], follow)
 
 
-def _followed(create: Callable[..., Any], follow: Callable[[str, Mapping[str, Any]], None]) -> Callable[..., Any]:
-    def creates(logical_id: str, properties: Mapping[str, Any], stack: str) -> Any:
+def _call_after(create: Callable[..., Any], follow: Callable[[str, Mapping[str, Any]], None]) -> Callable[..., Any]:
+    """Return ``create`` refresh_after by a call of ``follow`` with the physical id and the properties."""
+
+    def create_and_follow(logical_id: str, properties: Mapping[str, Any], stack: str) -> Any:
         answer = create(logical_id, properties, stack)
         follow(answer[0], properties)
         return answer
 
-    return creates
+    return create_and_follow
 
 
 Parameters = dict[str, Any]
-"""A request of the query protocol: for each name the list of its values."""
+"""A request of the query protocol: the list of values by name."""
 Handler = Callable[[Parameters], Answer]
+"""The handler of an operation of the query protocol."""
 _SOURCES = {
     "IpRanges": "CidrIp",
     "Ipv6Ranges": "CidrIpv6",
     "PrefixListIds": "PrefixListId",
     "UserIdGroupPairs": "GroupId",
 }
-"""For each kind of source of a rule, the member that identifies one."""
+"""The member that identifies a source of a rule, by kind of source."""
 _PROTOCOLS = {"1": "icmp", "6": "tcp", "17": "udp", "58": "icmpv6"}
+"""Names of IP protocols by number."""
 
 
-class _NoSuchGroup(Exception):
-    """A request named a group that the default VPC does not have; the message is AWS's."""
+class _UnknownSecurityGroup(Exception):
+    """A request names a security group that the default VPC does not have; the message is that of
+    AWS."""
 
 
 class _SecurityGroups:
-    """Corrects the handlers of security groups in MiniStack's module ``ec2``."""
+    """Wrappers for the handlers of security groups in MiniStack's module ``ec2``."""
 
     def __init__(self, ec2: Any) -> None:
         self.ec2 = ec2
 
     def _id_of(self, name: str) -> str:
+        """Return the id of a group of the default VPC. Raises _UnknownSecurityGroup."""
         vpc = self.ec2._DEFAULT_VPC_ID
         for group_id, group in self.ec2._security_groups.items():
             if group["GroupName"] == name and group["VpcId"] == vpc:
                 return group_id
-        raise _NoSuchGroup(f"The security group '{name}' does not exist in default VPC '{vpc}'")
+        raise _UnknownSecurityGroup(f"The security group '{name}' does not exist in default VPC '{vpc}'")
 
-    def _refused(self, code: str, message: str) -> Answer:
+    def _error(self, code: str, message: str) -> Answer:
+        """Return an error of EC2."""
         return self.ec2._error(code, self.ec2._esc(message), 400)
 
-    def described(self, handler: Handler) -> Handler:
-        """Return the handler, with names in the place of ids as well."""
+    def with_group_names(self, handler: Handler) -> Handler:
+        """Return the handler of a description, which then also accepts names instead of ids."""
 
         def describe(request: Parameters) -> Answer:
             names = self.ec2._parse_member_list(request, "GroupName")
             ids = self.ec2._parse_member_list(request, "GroupId")
             try:
                 ids += [self._id_of(name) for name in names]
-            except _NoSuchGroup as error:
-                return self._refused("InvalidGroup.NotFound", str(error))
+            except _UnknownSecurityGroup as error:
+                return self._error("InvalidGroup.NotFound", str(error))
             return handler({**request, **{f"GroupId.{place}": [found] for place, found in enumerate(ids, 1)}})
 
         return describe
 
-    def launched(self, handler: Handler) -> Handler:
-        """Return the handler that starts machines, with names of their groups in the place of ids."""
+    def with_launch_group_names(self, handler: Handler) -> Handler:
+        """Return the handler that launches instances, which then also accepts group names instead
+        of ids."""
 
         def launch(request: Parameters) -> Answer:
             names = self.ec2._parse_member_list(request, "SecurityGroup")
             try:
                 ids = [self._id_of(name) for name in names]
-            except _NoSuchGroup as error:
-                return self._refused("InvalidGroup.NotFound", str(error))
+            except _UnknownSecurityGroup as error:
+                return self._error("InvalidGroup.NotFound", str(error))
             return handler({**request, **{f"SecurityGroupId.{place}": [found] for place, found in enumerate(ids, 1)}})
 
         return launch
 
-    def by_name(self, handler: Handler) -> Handler:
-        """Return the handler of an operation on one group, which may be named; sources of rules as well."""
+    def with_one_group_name(self, handler: Handler) -> Handler:
+        """Return the handler of an operation on one group, which then also accepts its name and
+        names of sources."""
 
         def handle(request: Parameters) -> Answer:
             group_id = self.ec2._p(request, "GroupId")
             name = self.ec2._p(request, "GroupName")
             if not group_id and not name:
-                return self._refused("MissingParameter", "The request must contain the parameter groupName or groupId")
+                return self._error("MissingParameter", "The request must contain the parameter groupName or groupId")
             try:
                 return handler({**self._with_ids(request), "GroupId": [group_id or self._id_of(name)]})
-            except _NoSuchGroup as error:
-                return self._refused("InvalidGroup.NotFound", str(error))
+            except _UnknownSecurityGroup as error:
+                return self._error("InvalidGroup.NotFound", str(error))
 
         return handle
 
     def _with_ids(self, request: Parameters) -> Parameters:
-        """Return the request with ids for names of groups that are a rule's source."""
+        """Return the request with the names of source groups replaced by ids."""
         found = dict(request)
         for key, values in request.items():
             stem, _, last = key.rpartition(".")
@@ -586,9 +625,12 @@ class _SecurityGroups:
             del found[key]
         return found
 
-    def revoked(self, handler: Handler, kept_in: str) -> Handler:
-        """Return the handler, which takes single ranges out of rules. What is not there is an error, and nothing is
-        revoked; in the default VPC it is listed and no error, as AWS documents it."""
+    def revoking_parts(self, handler: Handler, kept_in: str) -> Handler:
+        """Return the handler of a revocation, which then removes single ranges of a rule.
+
+        An unknown rule is an error, and nothing is revoked; in the default VPC it is listed without
+        an error, as AWS documents.
+        """
 
         def revoke(request: Parameters) -> Answer:
             ec2 = self.ec2
@@ -596,26 +638,29 @@ class _SecurityGroups:
             group = ec2._security_groups.get(group_id)
             if group is None or ec2._parse_member_list(request, "SecurityGroupRuleId"):
                 return handler(request)
-            asked = [part for rule in ec2._parse_ip_permissions(request, "IpPermissions") for part in _parts(rule)]
+            asked = [part for rule in ec2._parse_ip_permissions(request, "IpPermissions") for part in _rule_parts(rule)]
             if not asked:
-                return self._refused("MissingParameter", "The request must contain the parameter ipPermissions")
-            there = {part for rule in group[kept_in] for part in _parts(rule)}
+                return self._error("MissingParameter", "The request must contain the parameter ipPermissions")
+            there = {part for rule in group[kept_in] for part in _rule_parts(rule)}
             unknown = [part for part in asked if part not in there]
             if unknown and group["VpcId"] != ec2._DEFAULT_VPC_ID:
-                return self._refused(
+                return self._error(
                     "InvalidPermission.NotFound", "The specified rule does not exist in this security group."
                 )
-            return self._take_out(group, kept_in, set(asked), unknown)
+            return self._remove_parts(group, kept_in, set(asked), unknown)
 
         return revoke
 
-    def _take_out(self, group: dict[str, Any], kept_in: str, asked: set[Part], unknown: list[Part]) -> Answer:
+    def _remove_parts(
+        self, group: dict[str, Any], kept_in: str, asked: set[RulePart], unknown: list[RulePart]
+    ) -> Answer:
+        """Remove the requested parts from the rules of a group, and return the answer of EC2."""
         ec2 = self.ec2
         is_egress = kept_in == "IpPermissionsEgress"
         left = []
         items = ""
         for rule in group[kept_in]:
-            gone, kept = _divided(rule, asked)
+            gone, kept = _split_rule(rule, asked)
             rule_id = ec2._sg_rule_id(group["GroupId"], is_egress, rule)
             if gone is not None:
                 items += ec2._revoked_sg_rule_xml(group["GroupId"], {**gone, "SecurityGroupRuleId": rule_id}, is_egress)
@@ -634,18 +679,21 @@ class _SecurityGroups:
         )
 
 
-Check = Callable[..., Answer | None]
-"""Takes what the handler takes and returns the error, None for a request that may be handled."""
+RequestCheck = Callable[..., Answer | None]
+"""Takes the arguments of a handler and returns an error, or None for a valid request."""
 
 
-def _before(handlers: dict[str, Any], operation: str, check: Check) -> None:
+def _check_before(handlers: dict[str, Any], operation: str, check: RequestCheck) -> None:
+    """Call ``check`` before the handler of an operation; its error is the answer."""
     original = handlers[operation]
     handlers[operation] = lambda *request: check(*request) or original(*request)
 
 
-def _refuse_what_names_nothing() -> None:
-    """Refuse a request that refers to what is not there, where the texts of tasks rest on it: MiniStack makes the rest
-    without it. What a role, an image or a target must be is not checked; environment.md lists it.
+def _refuse_missing_references() -> None:
+    """Refuse a request that refers to a missing resource, where the texts of tasks rely on it.
+
+    MiniStack create_and_follow the resource anyway. Requirements on roles, images and targets are not
+    checked; environment.md lists them.
 
     https://docs.aws.amazon.com/awscloudtrail/latest/APIReference/API_CreateTrail.html
     https://docs.aws.amazon.com/autoscaling/ec2/APIReference/API_CreateAutoScalingGroup.html
@@ -663,36 +711,37 @@ def _refuse_what_names_nothing() -> None:
     """
     trails = _module("cloudtrail")
     for operation in ("CreateTrail", "UpdateTrail"):
-        _before(trails._DISPATCH, operation, _bucket_of_trail)
+        _check_before(trails._DISPATCH, operation, _bucket_of_trail)
     scaling = _module("autoscaling")
-    _before(scaling._ACTION_MAP, "CreateAutoScalingGroup", _source_of_machines)
-    _before(scaling._ACTION_MAP, "UpdateAutoScalingGroup", _source_of_machines)
-    _before(scaling._ACTION_MAP, "PutScalingPolicy", _group_of_policy)
-    _before(vars(_module("elasticache")), "_create_cache_cluster", _groups_of_cache)
-    _before(vars(_module("elasticache")), "_modify_cache_cluster", _groups_of_cache)
-    _before(_module("ecs")._ACTION_MAP, "CreateService", _parts_of_service)
-    _before(_module("rds")._ACTION_MAP, "CreateDBInstance", _subnets_of_database)
+    _check_before(scaling._ACTION_MAP, "CreateAutoScalingGroup", _source_of_machines)
+    _check_before(scaling._ACTION_MAP, "UpdateAutoScalingGroup", _source_of_machines)
+    _check_before(scaling._ACTION_MAP, "PutScalingPolicy", _group_of_policy)
+    _check_before(vars(_module("elasticache")), "_create_cache_cluster", _groups_of_cache)
+    _check_before(vars(_module("elasticache")), "_modify_cache_cluster", _groups_of_cache)
+    _check_before(_module("ecs")._ACTION_MAP, "CreateService", _parts_of_service)
+    _check_before(_module("rds")._ACTION_MAP, "CreateDBInstance", _subnets_of_database)
     for principal in ("Role", "User", "Group"):
-        _before(_module("iam")._IAM_HANDLERS, f"Attach{principal}Policy", _attached_policy)
+        _check_before(_module("iam")._IAM_HANDLERS, f"Attach{principal}Policy", _attached_policy)
     for principal in ("Role", "User"):
-        _before(_module("iam")._IAM_HANDLERS, f"Put{principal}PermissionsBoundary", _policy_of_boundary)
+        _check_before(_module("iam")._IAM_HANDLERS, f"Put{principal}PermissionsBoundary", _policy_of_boundary)
     machines = _module("ec2")._ACTION_MAP
     for operation in ("CreateSubnet", "CreateSecurityGroup", "CreateRouteTable", "AttachInternetGateway"):
-        _before(machines, operation, _network_of)
-    _before(machines, "RunInstances", _parts_of_machine)
+        _check_before(machines, operation, _network_of)
+    _check_before(machines, "RunInstances", _parts_of_machine)
     balancers = _module("alb")._ACTION_MAP
-    _before(balancers, "CreateLoadBalancer", _subnets_of_balancer)
-    _before(balancers, "SetSubnets", _subnets_of_balancer)
-    _before(balancers, "CreateTargetGroup", _network_of_targets)
-    _before(vars(_module("lambda_svc")), "_create_alias", _version_of_alias)
-    _before(vars(_module("lambda_svc")), "_update_alias", _version_of_updated_alias)
-    _before(vars(_module("lambda_svc")), "_create_esm", _queue_of_mapping)
-    _before(vars(_module("athena")), "_create_named_query", _work_group_of_query)
+    _check_before(balancers, "CreateLoadBalancer", _subnets_of_balancer)
+    _check_before(balancers, "SetSubnets", _subnets_of_balancer)
+    _check_before(balancers, "CreateTargetGroup", _network_of_targets)
+    _check_before(vars(_module("lambda_svc")), "_create_alias", _version_of_alias)
+    _check_before(vars(_module("lambda_svc")), "_update_alias", _version_of_updated_alias)
+    _check_before(vars(_module("lambda_svc")), "_create_esm", _queue_of_mapping)
+    _check_before(vars(_module("athena")), "_create_named_query", _work_group_of_query)
     for operation in ("CreateDeliveryStream", "UpdateDestination"):
-        _before(_module("firehose")._HANDLERS, operation, _bucket_of_delivery)
+        _check_before(_module("firehose")._HANDLERS, operation, _bucket_of_delivery)
 
 
 def _json_error(code: str, message: str, status: int = 400) -> Answer:
+    """Return an error of the JSON protocol."""
     return importlib.import_module("ministack.core.responses").error_response_json(code, message, status)
 
 
@@ -718,19 +767,19 @@ def _source_of_machines(request: Parameters) -> Answer | None:
     templates = _module("ec2")._launch_templates
     configuration = scaling._p(request, "LaunchConfigurationName")
     if configuration and configuration not in scaling._launch_configs:
-        told = f"A launch configuration with the name: {configuration} does not exist"
-        return scaling._error("ValidationError", f"Launch configuration name not found - {told}")
+        message = f"A launch configuration with the name: {configuration} does not exist"
+        return scaling._error("ValidationError", f"Launch configuration name not found - {message}")
     stems = ("LaunchTemplate", "MixedInstancesPolicy.LaunchTemplate.LaunchTemplateSpecification")
     sources = [scaling._p(request, f"{stem}.LaunchTemplate{part}") for stem in stems for part in ("Name", "Id")]
     known = {text for key, template in templates.items() for text in (key, template["LaunchTemplateName"])}
     unknown = [text for text in sources if text and text not in known]
     if unknown:
-        told = f"The specified launch template, {unknown[0]}, does not exist."
-        return scaling._error("ValidationError", f"You must use a valid fully-formed launch template. {told}")
+        message = f"The specified launch template, {unknown[0]}, does not exist."
+        return scaling._error("ValidationError", f"You must use a valid fully-formed launch template. {message}")
     creates = scaling._p(request, "Action") == "CreateAutoScalingGroup"
     if creates and not (configuration or any(sources) or scaling._p(request, "InstanceId")):
-        told = "either LaunchTemplate, LaunchConfigurationName, InstanceId or MixedInstancesPolicy parameter."
-        return scaling._error("ValidationError", f"Valid requests must contain {told}")
+        message = "either LaunchTemplate, LaunchConfigurationName, InstanceId or MixedInstancesPolicy parameter."
+        return scaling._error("ValidationError", f"Valid requests must contain {message}")
     return None
 
 
@@ -785,8 +834,9 @@ def _policy_of_boundary(request: Parameters) -> Answer | None:
     return iam._error(404, "NoSuchEntity", f"Scope ARN: {arn} does not exist or is not attachable.", ns="iam")
 
 
-def _absent(name: str, store: Container[str], code: str, message: str) -> Answer | None:
-    """Return the error of EC2 for what ``store`` does not have; None for what it has, and for no name."""
+def _check_exists(name: str, store: Container[str], code: str, message: str) -> Answer | None:
+    """Return the error of EC2 for a name that ``store`` does not contain; None for a contained or
+    empty name."""
     ec2 = _module("ec2")
     return None if not name or name in store else ec2._error(code, ec2._esc(message.format(name)), 400)
 
@@ -794,25 +844,25 @@ def _absent(name: str, store: Container[str], code: str, message: str) -> Answer
 def _network_of(request: Parameters) -> Answer | None:
     ec2 = _module("ec2")
     vpc = ec2._p(request, "VpcId")
-    return _absent(vpc, ec2._vpcs, "InvalidVpcID.NotFound", "The vpc ID '{}' does not exist")
+    return _check_exists(vpc, ec2._vpcs, "InvalidVpcID.NotFound", "The vpc ID '{}' does not exist")
 
 
 def _parts_of_machine(request: Parameters) -> Answer | None:
     ec2 = _module("ec2")
     subnet = ec2._p(request, "SubnetId")
     key = ec2._p(request, "KeyName")
-    found = _absent(subnet, ec2._subnets, "InvalidSubnetID.NotFound", "The subnet ID '{}' does not exist")
-    found = found or _absent(key, ec2._key_pairs, "InvalidKeyPair.NotFound", "The key pair '{}' does not exist")
+    found = _check_exists(subnet, ec2._subnets, "InvalidSubnetID.NotFound", "The subnet ID '{}' does not exist")
+    found = found or _check_exists(key, ec2._key_pairs, "InvalidKeyPair.NotFound", "The key pair '{}' does not exist")
     for group in ec2._parse_member_list(request, "SecurityGroupId"):
         message = "The security group '{}' does not exist"
-        found = found or _absent(group, ec2._security_groups, "InvalidGroup.NotFound", message)
+        found = found or _check_exists(group, ec2._security_groups, "InvalidGroup.NotFound", message)
     return found or _profile_of_machine(request) or _template_of_machine(request)
 
 
 def _profile_of_machine(request: Parameters) -> Answer | None:
     name = _module("ec2")._p(request, "IamInstanceProfile.Name")
     message = "Value ({}) for parameter iamInstanceProfile.name is invalid. Invalid IAM Instance Profile name"
-    return _absent(name, _module("iam")._instance_profiles, "InvalidParameterValue", message)
+    return _check_exists(name, _module("iam")._instance_profiles, "InvalidParameterValue", message)
 
 
 def _template_of_machine(request: Parameters) -> Answer | None:
@@ -821,8 +871,8 @@ def _template_of_machine(request: Parameters) -> Answer | None:
     name = ec2._p(request, "LaunchTemplate.LaunchTemplateName")
     names = {template["LaunchTemplateName"] for template in ec2._launch_templates.values()}
     template_id = ec2._p(request, "LaunchTemplate.LaunchTemplateId")
-    unnamed = _absent(name, names, "InvalidLaunchTemplateName.NotFoundException", message)
-    return unnamed or _absent(template_id, ec2._launch_templates, "InvalidLaunchTemplateId.NotFound", message)
+    unnamed = _check_exists(name, names, "InvalidLaunchTemplateName.NotFoundException", message)
+    return unnamed or _check_exists(template_id, ec2._launch_templates, "InvalidLaunchTemplateId.NotFound", message)
 
 
 def _subnets_of_balancer(request: Parameters) -> Answer | None:
@@ -848,8 +898,8 @@ def _version_of_alias(function: str, request: Mapping[str, Any]) -> Answer | Non
     version = str(request.get("FunctionVersion", ""))
     if held is None or version == "$LATEST" or version in held["versions"]:
         return None
-    told = f"Function not found: {functions._func_arn(function)}:{version}"
-    return _json_error("ResourceNotFoundException", told, 404)
+    message = f"Function not found: {functions._func_arn(function)}:{version}"
+    return _json_error("ResourceNotFoundException", message, 404)
 
 
 def _version_of_updated_alias(function: str, _: str, request: Mapping[str, Any]) -> Answer | None:
@@ -860,8 +910,8 @@ def _queue_of_mapping(request: Mapping[str, Any]) -> Answer | None:
     source = request.get("EventSourceArn", "")
     if not source.startswith("arn:aws:sqs:") or _module("sqs")._queue_by_arn(source) is not None:
         return None
-    told = "AWS.SimpleQueueService.NonExistentQueue. SQS Error Message: The specified queue does not exist."
-    message = f"Error occurred while ReceiveMessage. SQS Error Code: {told}"
+    cause = "AWS.SimpleQueueService.NonExistentQueue. SQS Error Message: The specified queue does not exist."
+    message = f"Error occurred while ReceiveMessage. SQS Error Code: {cause}"
     return _json_error("InvalidParameterValueException", message, 400)
 
 
@@ -873,11 +923,12 @@ def _work_group_of_query(request: Mapping[str, Any]) -> Answer | None:
     return _json_error("InvalidRequestException", f"WorkGroup {name} is not found.", 400)
 
 
-Part = tuple[str, Any, Any, str, str]
+RulePart = tuple[str, Any, Any, str, str]
 """One rule as AWS counts them: protocol, first and last port, kind of source, source."""
 
 
-def _parts(rule: Mapping[str, Any]) -> Iterator[Part]:
+def _rule_parts(rule: Mapping[str, Any]) -> Iterator[RulePart]:
+    """Yield the parts of a rule, one for each source."""
     protocol = str(rule.get("IpProtocol", "-1")).lower()
     head = (_PROTOCOLS.get(protocol, protocol), rule.get("FromPort"), rule.get("ToPort"))
     for kind, member in _SOURCES.items():
@@ -885,9 +936,9 @@ def _parts(rule: Mapping[str, Any]) -> Iterator[Part]:
             yield (*head, kind, source.get(member, "") if isinstance(source, dict) else str(source))
 
 
-def _divided(rule: dict[str, Any], asked: set[Part]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return what of a rule was asked for, and the rest; None for nothing."""
-    parts = list(_parts(rule))
+def _split_rule(rule: dict[str, Any], asked: set[RulePart]) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Return (requested part of a rule, remaining part); each is None if it is empty."""
+    parts = list(_rule_parts(rule))
     if not asked.intersection(parts):
         return None, rule
     gone = {**rule}
@@ -900,7 +951,8 @@ def _divided(rule: dict[str, Any], asked: set[Part]) -> tuple[dict[str, Any] | N
     return gone, kept if any(kept[kind] for kind in _SOURCES) else None
 
 
-def _permission_xml(part: Part) -> str:
+def _permission_xml(part: RulePart) -> str:
+    """Return one part of a rule in EC2's XML."""
     protocol, first, last, kind, source = part
     ports = "" if first is None else f"<fromPort>{first}</fromPort><toPort>{last}</toPort>"
     name, member = {

@@ -1,7 +1,7 @@
-"""Is the first code inside a Lambda sandbox: it limits itself for good, then calls the handler. It needs only the
-stdlib.
+"""Entry point inside a Lambda sandbox: limits its own process, then calls the handler. Uses only
+the stdlib.
 
-stdin: the broker's request; stdout: ``{"body", "error"}``; stderr: what the function printed.
+stdin: the broker's request; stdout: ``{"body", "error"}``; stderr: the output of the function.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _LIMITS = {
     resource.RLIMIT_NPROC: 16,
     resource.RLIMIT_CORE: 0,
 }
+"""Resource limits of the process: CPU in seconds, memory and file sizes in bytes."""
 
 
 class Context:
-    """Is the context that a handler gets beside its event."""
+    """The context object that a handler receives in addition to its event."""
 
     def __init__(self, name: str, timeout_s: int) -> None:
         self.function_name = name
@@ -35,7 +36,7 @@ class Context:
         self._timeout_ms = timeout_s * 1000
 
     def get_remaining_time_in_millis(self) -> int:
-        """Return the function's timeout; the clock of the sandbox does not count down."""
+        """Return the timeout of the function; it does not count down."""
         return self._timeout_ms
 
 
@@ -64,6 +65,7 @@ def main() -> None:
 
 
 def _handle(request: dict[str, Any]) -> Any:
+    """Load the function from its archive and return the result of the handler."""
     with open("/tmp/code.zip", "wb") as file:
         file.write(base64.b64decode(request["code"]))
     sys.path.insert(0, "/tmp/code.zip")

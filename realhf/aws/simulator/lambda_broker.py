@@ -1,8 +1,10 @@
-"""Runs Lambda code in bubblewrap for one simulator, which itself can start no process (LAMBDA=sandbox).
+"""Lambda broker: runs function code in bubblewrap for one simulator, which cannot start processes
+itself.
 
-Run by ``ForkServer``, one forked child per slot: frames of ``LambdaGate`` in, results out. Every invocation is a
-fresh sandbox: Python and the C library read-only, an empty root, no network, no environment, 2 s of CPU, 128 MB,
-16 KiB of output, no process of its own, and a wall clock.
+Used with LAMBDA=sandbox. ``ForkServer`` runs it with one forked child per slot, which reads the
+frames of ``LambdaGate`` and writes results. Every invocation is a new sandbox: Python and the C
+library read-only, an empty root, no network, no environment variables, 2 s of CPU, 128 MB, 16 KiB
+of output, no child processes, and a time limit.
 """
 
 from __future__ import annotations
@@ -25,20 +27,29 @@ from realhf.env.containment.frames import frame, read_frame
 from realhf.env.containment.sandbox import hidden
 
 OUTPUT_BYTES = 16 * 1024
+"""Limit of the result and of the log, each, in bytes."""
 MAX_WALL_S = 6.0
+"""Longest run time of an invocation, in seconds."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache")
+"""Folders and files of the C library that the sandbox can read."""
 _NAMESPACES = (
     "--unshare-all", "--unshare-user", "--die-with-parent", "--cap-drop", "ALL", "--uid", "65534", "--gid", "65534",
 )  # fmt: skip
+"""Options of bubblewrap that isolate the sandbox."""
 _PYTHON = "/python"
+"""Place of Python inside the sandbox."""
 _TMP_BYTES = 16 << 20
+"""Size of /tmp inside the sandbox, in bytes."""
 _BOOT = "/boot"
+"""Place of the bootstrap code inside the sandbox."""
 _BOOT_FILES = (str(lambda_bootstrap.__file__), str(seccomp.__file__))
+"""Modules of the bootstrap code."""
 _CPU_EXCEEDED = (-24, -9, 137, 152)
+"""Exit codes of a process that exceeded its CPU limit, with and without a shell in between."""
 
 
 def sandbox_command(program: Path) -> list[str]:
-    """Return the whole command of one invocation; it reads its request on stdin."""
+    """Return the command line of one invocation; the process reads its request from stdin."""
     words = [str(program), *_NAMESPACES, "--clearenv"]
     words += ["--setenv", "LD_LIBRARY_PATH", f"{_PYTHON}/lib", "--setenv", "LANG", "C.UTF-8"]
     for path in _LIBRARIES:
@@ -53,8 +64,11 @@ def sandbox_command(program: Path) -> list[str]:
 
 
 def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
-    """Return the words that hide ``package`` wherever one of the ``bound`` folders (place outside: place inside) shows
-    it: an installation without a virtual environment has the tasks and their answers beside the standard library."""
+    """Return the bubblewrap options that hide ``package`` in every bound folder that contains it.
+
+    ``bound``: place inside the sandbox by place outside. In an installation without a virtual
+    environment the tasks and their solutions lie next to the standard library.
+    """
     words: list[str] = []
     for outside, inside in bound.items():
         if os.path.realpath(package).startswith(f"{os.path.realpath(outside)}/"):
@@ -63,7 +77,7 @@ def hidden_package(package: str, bound: Mapping[str, str]) -> list[str]:
 
 
 def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
-    """Run a function and return MiniStack's result of one invocation: ``body``, ``log``, ``error``."""
+    """Run a function and return its result in MiniStack's form: ``body``, ``log``, ``error``."""
     if not request["runtime"].startswith("python"):
         return _error("Runtime.NotAvailable", "only python runtimes are run here", "")
     wall_s = min(MAX_WALL_S, max(1, request["timeout_s"]))
@@ -94,7 +108,8 @@ def invoke(command: list[str], request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes, str]:
-    """Read both streams until they end; the third value says why that was cut short, or is empty."""
+    """Read both output streams to their end; return result, log, and the reason for an early stop
+    or ""."""
     assert process.stdout is not None and process.stderr is not None
     kept = {process.stdout: bytearray(), process.stderr: bytearray()}
     with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
@@ -117,11 +132,12 @@ def _collect(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, 
 
 
 def _error(kind: str, message: str, log: str) -> dict[str, Any]:
+    """Return the result of a failed invocation."""
     return {"body": {"errorType": kind, "errorMessage": message}, "log": log, "error": True}
 
 
 def main() -> None:
-    """Run the broker: fork a child per slot that answers invocations until its channel closes."""
+    """Run the broker: fork a child per slot, which answers invocations until its channel closes."""
     control = socket.socket(fileno=int(sys.argv[1]))
     program = Path(sys.argv[2])
     command = sandbox_command(program)

@@ -1,8 +1,10 @@
-"""Runs one simulator: a forked, contained MiniStack behind a port of the loopback and a channel of its owner.
+"""One simulator: a forked, contained MiniStack with a loopback port and a private channel to its
+owner.
 
-The owner sends one end of a socket pair through a channel that only the two processes hold, with a mark that says whose
-it is. There is no port, no path and no secret that bytes of an agent could name: what comes in by the port is the
-agent's, for good. Control, set-up, grading and health checks use these connections.
+The owner sends one end of a socket pair through a channel that only the two processes have, with a
+mark of the connection's purpose. No port, path or secret that an agent could name gives access to
+it: requests through the port are always the agent's. Control, set-up, grading and health checks use
+the private connections.
 """
 
 from __future__ import annotations
@@ -27,21 +29,25 @@ from realhf.base.installation import IMPORT_ROOT
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 OWNER = b"o"
-"""Mark of a connection for calls of the environment and its control paths."""
+"""Mark of a connection for the environment's calls and control paths."""
 ENVIRONMENT = b"e"
-"""Mark of a connection for command lines of tasks, in a worker of their own: AWS alone, as by the port."""
+"""Mark of a connection for a worker that runs command lines of tasks: AWS operations only, as on
+the port."""
 
 
 class OwnerChannel:
-    """Is the owner's end; ``theirs`` goes to the simulator at its fork, and is closed here after it."""
+    """The owner's end of the private channel. ``theirs`` is passed to the simulator at its fork and
+    then closed here."""
 
     def __init__(self) -> None:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ours.setblocking(False)  # a simulator that hangs does not empty its queue
+        self._ours.setblocking(False)  # a simulator that hangs must not block its owner
 
     def connect(self, mark: bytes) -> socket.socket:
-        """Return a new connection with one of the marks above; what is sent waits until the simulator serves. Raises
-        OSError when the simulator is gone."""
+        """Return a new connection with one of the marks. Requests wait until the simulator serves.
+
+        Raises OSError if the simulator is gone.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -52,7 +58,7 @@ class OwnerChannel:
         return ours
 
     def close(self) -> None:
-        """Close the channel. Idempotent. Connections that were made stay."""
+        """Close the channel. Idempotent. Existing connections stay open."""
         self._ours.close()
         self.theirs.close()
 
@@ -60,11 +66,14 @@ class OwnerChannel:
 def serve_owner(
     loop: asyncio.AbstractEventLoop, channel: socket.socket, protocols: Mapping[bytes, Callable[[], asyncio.Protocol]]
 ) -> None:
-    """Serve every connection that comes through ``channel`` by the protocol of its mark, as long as the loop runs; the
-    simulator's end."""
+    """Serve every connection that arrives on ``channel`` with the protocol of its mark, on a
+    running loop.
+
+    This is the simulator's end of ``OwnerChannel``.
+    """
     tasks: set[asyncio.Task[object]] = set()
 
-    def arrived() -> None:
+    def accept() -> None:
         try:
             mark, fds, _, _ = socket.recv_fds(channel, 1, 1)
         except (BlockingIOError, InterruptedError):
@@ -78,7 +87,7 @@ def serve_owner(
             task.add_done_callback(tasks.discard)
 
     channel.setblocking(False)
-    loop.add_reader(channel, arrived)
+    loop.add_reader(channel, accept)
 
 
 async def _serve(
@@ -89,24 +98,37 @@ async def _serve(
 
 
 HOST = "127.0.0.1"
+"""Address of the simulators' ports."""
 ANSWER_S = 10.0
-"""Seconds after which a simulator that does not answer counts as hung. A busy machine may stand still for some."""
+"""Seconds without an answer after which a simulator counts as hung. A busy machine may stall for
+some."""
 SIMULATOR_MEMORY_MB = 512
+"""Default memory limit of a simulator in MiB."""
 SIMULATOR_CPU_S = 60
-"""Seconds of CPU that a simulator has, from its start on: an episode takes less than one."""
+"""CPU limit of a simulator process in seconds; an episode takes less than one."""
 _GROWN_BYTES = 64 << 20
+"""Growth since its start after which a simulator is replaced instead of reset."""
 _WORN_S = SIMULATOR_CPU_S / 3
+"""CPU time after which a simulator is replaced instead of reset."""
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""Seconds per tick of the CPU times in /proc."""
 _CPU_CLOCK = 2
-"""With a pid before it, the clock of that process (clock_getcpuclockid of the C library)."""
+"""Lower bits of the clock id of a process's CPU time; the pid is above them (as clock_getcpuclockid
+of the C library computes it)."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+"""Bytes per page of the memory sizes in /proc."""
 _BACKLOG = 64
+"""Connections that may wait to be accepted."""
 _LOG_TAIL_BYTES = 2000
-_SAID_BYTES = 300
+"""Bytes of a log that error messages show."""
+_EXCERPT_BYTES = 300
+"""Bytes of an answer or a log line that error messages show."""
 logger = logging.getLogger(__name__)
 _CREDENTIAL = (
     "AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/{}/aws4_request, SignedHeaders=host, Signature=0"
 )
+"""Authorization header for a service; MiniStack reads only the service and does not check
+signatures."""
 
 
 BARE_ENVIRONMENT = {
@@ -117,11 +139,11 @@ BARE_ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONPATH": str(IMPORT_ROOT),
 }
-"""Begins the environment of every contained process: nothing of ours is inherited."""
+"""Base of the environment variables of every contained process: none are inherited."""
 
 
 def zygote_environment(folder: Path) -> dict[str, str]:
-    """Return the whole environment of the simulators' zygote."""
+    """Return the complete environment variables of the simulators' zygote."""
     return BARE_ENVIRONMENT | {
         "HOME": str(folder),
         "TMPDIR": str(folder),
@@ -140,19 +162,20 @@ def zygote_environment(folder: Path) -> dict[str, str]:
 
 
 def tail(log: IO[bytes]) -> str:
-    """Return the end of a log that a process of ours writes."""
+    """Return the end of a log file."""
     size = os.fstat(log.fileno()).st_size
     return os.pread(log.fileno(), _LOG_TAIL_BYTES, max(0, size - _LOG_TAIL_BYTES)).decode("utf-8", "replace")
 
 
-def not_up(name: str, reason: object, log: str) -> str:
-    """Return the message about a process that did not come up: one line with the last of its log, then the log."""
-    said = log.strip()
-    last = f"; its last words: {said.splitlines()[-1].strip()}\n{said}" if said else ""
+def start_failure(name: str, reason: object, log: str) -> str:
+    """Return the error message for a process that did not start: one line with its last log line,
+    then the log."""
+    text = log.strip()
+    last = f"; its last words: {text.splitlines()[-1].strip()}\n{text}" if text else ""
     return f"{name} did not come up: {reason}{last}"
 
 
-def _asked(
+def _send_request(
     connection: socket.socket,
     method: str,
     path: str,
@@ -160,7 +183,8 @@ def _asked(
     headers: Mapping[str, str] | None = None,
     body: bytes | None = None,
 ) -> tuple[int, bytes]:
-    """Return status and body of the answer to a request over a connection of the owner. Raises OSError, ValueError."""
+    """Send a request over a connection of the owner; return status and body. Raises OSError,
+    ValueError."""
     lines = [f"{method} {path} HTTP/1.1", "Host: localhost:4566", f"Content-Length: {len(body or b'')}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     connection.settimeout(timeout_s)
@@ -170,11 +194,11 @@ def _asked(
 
 
 class MiniStackProcess:
-    """Starts, checks, resets and ends one simulator. ``port`` 0 lets the kernel choose; a later start takes another
-    port where this one is taken by then.
+    """Starts, checks, resets and ends one simulator.
 
-    ``folder`` is the stem of its folder's name: every start has a new one, made by the process itself. ``broker`` runs
-    its Lambda code, and without one no code runs.
+    ``port`` 0 lets the kernel choose; if the port is taken at a later start, the simulator gets
+    another one. ``folder`` is the stem of its folders: the process makes a new one at every start.
+    ``broker`` runs Lambda code; without it no code runs.
     """
 
     def __init__(self, port: int, zygote: ForkServer, folder: Path, broker: ForkServer | None = None) -> None:
@@ -193,7 +217,7 @@ class MiniStackProcess:
         self._control: socket.socket | None = None
 
     def bind(self) -> None:
-        """Take the port. Raises OSError naming the port when another process has it."""
+        """Bind the port. Raises OSError naming the port if another process has it."""
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -206,6 +230,7 @@ class MiniStackProcess:
         self._listener = listener
 
     def _bind_again(self) -> None:
+        """Bind the port for a restart; choose another one if it is taken."""
         try:
             self.bind()
         except OSError as error:
@@ -217,14 +242,17 @@ class MiniStackProcess:
             logger.warning("port %d is taken meanwhile; this simulator has port %d from now on", taken, self.port)
 
     def start(self) -> None:
-        """Fork the simulator; it takes over the bound port. Raises OSError or RuntimeError; then ``stop`` cleans up."""
+        """Fork the simulator, which takes over the bound port.
+
+        Raises OSError or RuntimeError; call ``stop`` after a failure.
+        """
         if self._listener is None:
             self._bind_again()
         assert self._listener is not None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
         self._owner = OwnerChannel()
         fds = [self._listener.fileno(), self._log.fileno(), self._owner.theirs.fileno()]
-        channel = self._start_runner()
+        channel = self._start_lambda_runner()
         if channel is not None:
             fds.append(channel.fileno())
         before = self._folder()
@@ -241,9 +269,11 @@ class MiniStackProcess:
         self._listener = None
 
     def _folder(self) -> str:
+        """Return the folder of the present start."""
         return f"{self._stem}-{self._starts}"
 
-    def _start_runner(self) -> socket.socket | None:
+    def _start_lambda_runner(self) -> socket.socket | None:
+        """Fork a Lambda runner and return the channel to it, None without a broker."""
         if self._broker is None:
             return None
         ours, theirs = socket.socketpair()
@@ -256,24 +286,24 @@ class MiniStackProcess:
         return ours
 
     def wait_healthy(self, timeout_s: float) -> None:
-        """Wait until /_ministack/health answers 200. Raises RuntimeError with the tail of its log."""
+        """Wait until /_ministack/health answers 200. Raises RuntimeError with the end of the log."""
         deadline = process_clock.now() + timeout_s
         while True:
             try:
                 self._request("GET", "/_ministack/health", max(0.05, deadline - process_clock.now()))
-                self._fresh_bytes = self._fresh_bytes or self.used()[0]  # it may have grown when it is asked again
+                self._fresh_bytes = self._fresh_bytes or self.usage()[0]  # only after the start: it grows later
                 return
             except OSError as error:
                 reason = str(error)
             alive = self.alive()
             if not alive or process_clock.now() > deadline:
                 reason = f"{reason}, for {timeout_s:g} s" if alive else "its process ended"
-                raise RuntimeError(not_up(f"MiniStack on port {self.port}", reason, self.log_tail()))
+                raise RuntimeError(start_failure(f"MiniStack on port {self.port}", reason, self.log_tail()))
             time.sleep(0.01)
 
     def healthy(self, timeout_s: float = ANSWER_S) -> bool:
-        """Return whether the simulator answers right now."""
-        if self.stopped():
+        """Return whether the simulator answers now."""
+        if self.is_stopped():
             return False
         try:
             self._request("GET", "/_ministack/health", timeout_s)
@@ -282,16 +312,18 @@ class MiniStackProcess:
         return True
 
     def answers(self, timeout_s: float) -> bool:
-        """Return what ``healthy`` does, for an onlooker: over a connection of its own, while another thread may use the
-        slot."""
+        """Return whether the simulator answers, for a thread that does not own the slot.
+
+        It uses a connection of its own, because the owner may be using the control connection.
+        """
         try:
             with self.connect_as_owner() as connection:
-                return _asked(connection, "GET", "/_ministack/health", timeout_s)[0] == 200
+                return _send_request(connection, "GET", "/_ministack/health", timeout_s)[0] == 200
         except (OSError, ValueError):
             return False
 
     def leftovers(self, timeout_s: float = ANSWER_S) -> str:
-        """Return what a reset left: bucket and table names as the simulator lists them, or "". Raises OSError."""
+        """Return the bucket and table names that remain after a reset, "" for none. Raises OSError."""
         buckets = self.ask("GET", "/", "s3", timeout_s)
         target = {"X-Amz-Target": "DynamoDB_20120810.ListTables", "Content-Type": "application/x-amz-json-1.0"}
         tables = self.ask("POST", "/", "dynamodb", timeout_s, target, b"{}")
@@ -308,43 +340,53 @@ class MiniStackProcess:
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
     ) -> bytes:
-        """Return the body of the answer to a request signed for ``service``. Raises OSError, also for other than
-        2xx."""
+        """Send a request signed for ``service`` and return the body of the answer.
+
+        Raises OSError, also for a status other than 2xx.
+        """
         return self._request(
             method, path, timeout_s, {"Authorization": _CREDENTIAL.format(service), **(headers or {})}, body
         )
 
     def reset(self, seed: int, timeout_s: float = ANSWER_S) -> None:
-        """Empty the simulator and seed everything it draws. Raises OSError."""
+        """Empty the simulator and seed its random numbers. Raises OSError."""
         self._request("POST", f"/_realhf/reset?{seed}", timeout_s)
 
-    def used(self) -> tuple[int, float]:
-        """Return the bytes of memory that the simulator holds, and the seconds of CPU that it took. Raises OSError."""
+    def usage(self) -> tuple[int, float]:
+        """Return the resident memory in bytes and the CPU time in seconds. Raises OSError."""
         with open(f"/proc/{self.pid}/stat", "rb") as status:
             fields = status.read().rpartition(b")")[2].split()
         return int(fields[21]) * _PAGE_BYTES, (int(fields[11]) + int(fields[12])) * _TICK_S
 
-    def worked_s(self) -> float:
-        """Return the seconds of CPU that the simulator took, to the nanosecond: while they stay the same it does not
-        run. -1.0 for one that is gone."""
+    def cpu_time_s(self) -> float:
+        """Return the CPU time in seconds with nanosecond resolution; -1.0 if the process is gone.
+
+        While the value does not change, the process does not run.
+        """
         try:
             return time.clock_gettime(~self.pid << 3 | _CPU_CLOCK)
         except OSError:
             return -1.0
 
-    def stopped(self) -> bool:
-        """Whether a signal keeps the process from running."""
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped by a signal."""
         return self._process is not None and self._process.stopped()
 
-    def spent(self) -> bool:
-        """Return whether the simulator grew, or took much of its CPU time: an empty world does not bring that back.
-        Raises OSError."""
-        resident, seconds = self.used()
+    def is_worn_out(self) -> bool:
+        """Return whether the simulator has grown or used much of its CPU budget, which a reset does
+        not undo.
+
+        Raises OSError.
+        """
+        resident, seconds = self.usage()
         return resident > self._fresh_bytes + _GROWN_BYTES or seconds > _WORN_S
 
     def requests(self, after: int = 0, timeout_s: float = ANSWER_S) -> dict[str, Any]:
-        """Return what the simulator took for requests since it was started: ``count``, ``refused`` by reason, and the
-        latest ``requests`` with a number above ``after`` (see ``ParsedRequests``). Raises OSError."""
+        """Return the requests that the simulator parsed since its start. Raises OSError.
+
+        The keys are ``count``, ``refused`` (by reason) and ``requests``, the latest ones with a
+        number above ``after`` (see ``ParsedRequests``).
+        """
         return json.loads(self._request("GET", f"/_realhf/requests?{after}", timeout_s))
 
     def switches(self) -> dict[str, str]:
@@ -352,38 +394,43 @@ class MiniStackProcess:
         return json.loads(self._request("GET", "/_realhf/switches", ANSWER_S))
 
     def account_state(self) -> list[str]:
-        """Return all that the account holds, see ``account_state.AccountState.report``. Raises OSError, also where it
-        is too much."""
+        """Return the records of the whole account, see ``account_state.AccountState.report``.
+
+        Raises OSError, also if the account is too large.
+        """
         return self._request("GET", "/_realhf/snapshot", ANSWER_S).decode().splitlines()
 
     def connect_as_owner(self) -> socket.socket:
-        """Return a new connection that may use the control paths; never for a process that reads text of an agent.
-        Raises OSError."""
-        return self._handed_over(OWNER)
+        """Return a new connection with access to the control paths. Raises OSError.
+
+        Never pass it to a process that reads text of an agent.
+        """
+        return self._connect(OWNER)
 
     def connect_as_environment(self) -> socket.socket:
         """Return a new connection for the worker that runs command lines of tasks. Raises OSError."""
-        return self._handed_over(ENVIRONMENT)
+        return self._connect(ENVIRONMENT)
 
-    def _handed_over(self, mark: bytes) -> socket.socket:
+    def _connect(self, mark: bytes) -> socket.socket:
+        """Return a new private connection with a mark. Raises OSError."""
         if self._owner is None:
             raise ConnectionRefusedError(f"MiniStack on port {self.port} was not started")
         return self._owner.connect(mark)
 
     def connect(self, timeout_s: float = ANSWER_S) -> socket.socket:
-        """Return a new connection to the simulator's port, as its agent has."""
+        """Return a new connection to the simulator's port, as the agent uses it."""
         connection = socket.create_connection((HOST, self.port), timeout=timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
         return connection
 
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Return whether the process runs."""
         return self._process is not None and self._process.alive()
 
     @property
     def pid(self) -> int:
-        """Pid of the process; -1 before ``start``."""
+        """Pid of the process, -1 before ``start``."""
         return self._process.pid if self._process else -1
 
     def log_tail(self) -> str:
@@ -391,14 +438,20 @@ class MiniStackProcess:
         return "" if self._log is None else tail(self._log)
 
     def last_words(self) -> str:
-        """Return the last line of its log, quoted: an agent may have written it. "no word in its log" without one."""
+        """Return the last line of the log, quoted because an agent may have written it.
+
+        "no word in its log" if it is empty.
+        """
         lines = self.log_tail().split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
-        return repr(last[:_SAID_BYTES]) if last else "no word in its log"
+        return repr(last[:_EXCERPT_BYTES]) if last else "no word in its log"
 
     def stop(self) -> None:
-        """Kill the simulator, free the port. Idempotent. A process that does not end is left to itself and reported."""
-        self._hang_up()
+        """Kill the simulator and free the port. Idempotent.
+
+        A process that does not end is logged, and killed again by the next ``stop``.
+        """
+        self._close_control()
         ending = [process for process in (self._process, self._runner, *self._unended) if process is not None]
         self._process = self._runner = None
         self._unended = []
@@ -416,19 +469,22 @@ class MiniStackProcess:
     def _request(
         self, method: str, path: str, timeout_s: float, headers: dict[str, str] | None = None, data: bytes | None = None
     ) -> bytes:
+        """Send a request over the control connection; return the body. Raises OSError, also for
+        other than 2xx."""
         try:
             if self._control is None:
                 self._control = self.connect_as_owner()
-            status, body = _asked(self._control, method, path, timeout_s, headers, data)
+            status, body = _send_request(self._control, method, path, timeout_s, headers, data)
         except (OSError, ValueError) as error:
-            self._hang_up()
+            self._close_control()
             raise OSError(f"{method} {path} on port {self.port}: {error}") from error
         if not 200 <= status < 300:
-            said = body[:_SAID_BYTES].decode("utf-8", "replace")
-            raise OSError(f"{method} {path} on port {self.port}: status {status} {said!r}")
+            excerpt = body[:_EXCERPT_BYTES].decode("utf-8", "replace")
+            raise OSError(f"{method} {path} on port {self.port}: status {status} {excerpt!r}")
         return body
 
-    def _hang_up(self) -> None:
+    def _close_control(self) -> None:
+        """Close the control connection; the next request opens a new one."""
         if self._control is not None:
             self._control.close()
             self._control = None

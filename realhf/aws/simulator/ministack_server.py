@@ -1,13 +1,14 @@
-"""Is the zygote of the simulators: imports MiniStack once, patches it, then forks one contained server per slot.
+"""Zygote of the simulators: imports MiniStack once, patches it, and forks one contained server per
+slot.
 
-A policy may call a user ``<|x|>`` or put a control character into a name. AWS escapes the one and refuses the other;
-the simulator's answer would be readable neither to the AWS CLI nor to the grader, for the rest of the episode.
+``ForkServer`` runs it as ``python -m`` this module ``<control fd> <network> <root> <layers that may
+be missing> <MiB of memory>``. Every simulator believes that it is ``localhost:4566``, so its output
+(queue URLs, endpoints) is the same in every slot. Its real port is that of the listening socket
+that it receives, which the owner has bound to 127.0.0.1.
 
-Source: docs/reference/environment.md 5, row 8.
-
-Run by ``ForkServer`` as ``python -m`` this module ``<control fd> <network> <root> <layers that may be missing> <MiB of
-memory>``. Every simulator believes that it is ``localhost:4566``, so what it prints (queue URLs, endpoints) is the same
-in every slot; its real port is that of the listening socket it gets, bound by the owner to 127.0.0.1.
+Answers in XML are repair_xml: a policy may call a user ``<|x|>`` or put a control character into a
+name. AWS escapes the former and refuses the latter; MiniStack's answer would be unreadable to the
+AWS CLI and the grader for the rest of the episode. Source: docs/reference/environment.md 5, row 8.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from realhf.aws.simulator import corrections
 from realhf.aws.simulator.account_state import AccountState, Draws, ModuleSwitches
 from realhf.aws.simulator.asgi_http import AsgiApp, HttpConnection, ParsedRequests, owner_app, port_app
 from realhf.aws.simulator.ministack_process import ENVIRONMENT, OWNER, SIMULATOR_CPU_S, serve_owner
-from realhf.aws.simulator.selectors import SelectorGate, selector_table
+from realhf.aws.simulator.selectors import SelectorGate, read_selector_table
 from realhf.env.containment import sandbox
 from realhf.env.containment.fork_server import serve_forks
 from realhf.env.containment.frames import frame, read_frame
@@ -54,20 +55,25 @@ from realhf.env.containment.probe import PROBE, run_probe
 from realhf.env.containment.sandbox import ProcessGuard
 
 _TAG = re.compile(r'<(/?)([A-Za-z_][\w.:-]*)(?:\s+[\w.:-]+="[^"<]*")*\s*(/?)>|<\?xml[^>]*\?>')
+"""A tag or an XML declaration."""
 _AMPERSAND = re.compile(r"&(?!(?:amp|lt|gt|quot|apos|#\d+|#x[0-9a-fA-F]+);)")
+"""An ampersand that begins no entity."""
 _NO_CHARACTER = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""A character that XML does not permit."""
 
 
 @dataclass
 class _Piece:
-    """Is a tag or the text between two; a tag that has no counterpart is text, too."""
+    """A tag or the text between two tags. A tag without a counterpart is treated as text."""
 
     text: str
+    """The text of the piece."""
     tag: re.Match[str] | None = None
+    """The match of ``_TAG``, None for text."""
 
 
-def well_formed(body: bytes) -> bool:
-    """Return whether the body is XML."""
+def is_well_formed(body: bytes) -> bool:
+    """Return whether the body is well-formed XML."""
     try:
         expat.ParserCreate().Parse(body, True)
     except expat.ExpatError:
@@ -75,20 +81,23 @@ def well_formed(body: bytes) -> bool:
     return True
 
 
-def repaired(body: bytes) -> bytes:
-    """Return the body if it is XML. Otherwise everything that does not belong to a pair of tags is escaped, and
-    characters that XML does not have are replaced by U+FFFD; where that does not help, the body comes back as it was.
+def repair_xml(body: bytes) -> bytes:
+    """Return the body as well-formed XML if possible.
+
+    Everything outside of paired tags is escaped, and characters that XML does not permit are
+    replaced by U+FFFD. A well-formed body, or one that cannot be repaired, is returned unchanged.
     """
-    if well_formed(body):
+    if is_well_formed(body):
         return body
     text = _NO_CHARACTER.sub("\ufffd", body.decode("utf-8", "replace"))
-    pieces = _pieces(text)
-    _unpair(pieces)
-    whole = "".join(piece.text if piece.tag else _escaped(piece.text) for piece in pieces).encode()
-    return whole if well_formed(whole) else body
+    pieces = _split_tags(text)
+    _demote_unpaired_tags(pieces)
+    whole = "".join(piece.text if piece.tag else _escape(piece.text) for piece in pieces).encode()
+    return whole if is_well_formed(whole) else body
 
 
-def _pieces(text: str) -> list[_Piece]:
+def _split_tags(text: str) -> list[_Piece]:
+    """Split a text into tags and the texts between them."""
     pieces = []
     end = 0
     for match in _TAG.finditer(text):
@@ -97,8 +106,8 @@ def _pieces(text: str) -> list[_Piece]:
     return [*pieces, _Piece(text[end:])]
 
 
-def _unpair(pieces: list[_Piece]) -> None:
-    """Turn tags without their counterpart into text."""
+def _demote_unpaired_tags(pieces: list[_Piece]) -> None:
+    """Turn tags without a counterpart into text."""
     opened: list[tuple[str, _Piece]] = []
     depth: Counter[str] = Counter()
     for piece in pieces:
@@ -120,16 +129,20 @@ def _unpair(pieces: list[_Piece]) -> None:
         piece.tag = None
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
+    """Return a text with markup characters escaped; existing entities stay."""
     return _AMPERSAND.sub("&amp;", text).replace("<", "&lt;").replace(">", "&gt;")
 
 
 _EXECUTORS = ("proxy", "docker", "provided", "provided_warm", "warm", "local")
+"""Names of MiniStack's Lambda executors."""
 _ANSWER_S = 20.0
+"""Seconds to wait for the Lambda broker."""
 
 
 class LambdaGate:
-    """Replaces every executor of MiniStack. Without a channel (LAMBDA=stub) no code is even read."""
+    """Replacement of all Lambda executors of MiniStack. Without a channel (LAMBDA=stub) no code is
+    read."""
 
     def __init__(self) -> None:
         self._channel: socket.socket | None = None
@@ -137,8 +150,7 @@ class LambdaGate:
         self._lock = threading.Lock()
 
     def install(self) -> None:
-        """Replace the executors. Raises RuntimeError when this version of MiniStack has other executors than those
-        known."""
+        """Replace the executors. Raises RuntimeError if this version of MiniStack has other ones."""
         module = importlib.import_module("ministack.services.lambda_svc")
         for executor in _EXECUTORS:
             if not hasattr(module, f"_execute_function_{executor}"):
@@ -146,12 +158,12 @@ class LambdaGate:
             setattr(module, f"_execute_function_{executor}", self.execute)
 
     def attach(self, channel: socket.socket) -> None:
-        """Send code to the broker at the other end from now on."""
+        """Send code to the broker at the other end of ``channel`` from now on."""
         self._channel = channel
         self._stream = channel.makefile("rb")
 
     def execute(self, func: dict[str, Any], event: Any, *_: Any) -> dict[str, Any]:
-        """Return MiniStack's result of one invocation: ``body``, ``log``, ``error``."""
+        """Run a function and return its result in MiniStack's form: ``body``, ``log``, ``error``."""
         if self._channel is None:
             return {"body": {"statusCode": 200, "body": "stub"}, "log": "", "error": False}
         config = func.get("config") or func
@@ -171,28 +183,36 @@ class LambdaGate:
                     raise TimeoutError(f"the Lambda broker did not answer within {_ANSWER_S:g} s")
                 answer = read_frame(self._stream)
             except OSError as error:
-                self._channel.close()  # a late answer must not become the next one's
-                return _failed("Service.Unavailable", str(error))
-        return answer or _failed("Service.Unavailable", "the Lambda broker ended")
+                self._channel.close()  # a late answer must not be taken for the answer to the next request
+                return _build_failure("Service.Unavailable", str(error))
+        return answer or _build_failure("Service.Unavailable", "the Lambda broker ended")
 
 
-def _failed(kind: str, message: str) -> dict[str, Any]:
+def _build_failure(kind: str, message: str) -> dict[str, Any]:
+    """Return the result of a failed invocation."""
     return {"body": {"errorType": kind, "errorMessage": message}, "log": "", "error": True}
 
 
 _XML_PATH = re.compile(r"/$|/\d{4}-\d\d-\d\d/")
+"""Paths of the services that answer in XML, except S3."""
 _LOG_BYTES = 4 << 20
+"""Limit of the log of a simulator, in bytes."""
 _SHORTEST_DRAW = 6
+"""Shortest generated text that is recorded."""
 _OPEN_FILES = 1024
+"""Limit of open files."""
 _FILES = 64
 _FOLDERS = 64
 _DEPTH = 10
-"""What a simulator may write from its start on, in a folder that lies in memory: few services write at all."""
+"""Numbers of files and folders, and the depth, that a simulator may write in its in-memory folder
+between resets. Few services write at all."""
 
 
 class SeededRandomness:
-    """Draws everything that MiniStack draws (ids, suffixes, secrets) from one generator, seeded at each reset, and
-    tells ``draws`` the texts."""
+    """One seeded generator for all random values of MiniStack (ids, suffixes, secrets).
+
+    It is seeded at each reset, and records the generated texts in ``draws``.
+    """
 
     def __init__(self, draws: Draws) -> None:
         self._random = random.Random(0)
@@ -200,12 +220,12 @@ class SeededRandomness:
         self._choices = random.choices
 
     def install(self) -> None:
-        """Replace the sources of randomness. Call it before MiniStack's modules are imported, so that names they copy
-        are ours too."""
+        """Replace the sources of randomness. Call it before MiniStack's modules are imported, since
+        they copy names."""
         uuid.uuid4 = self._uuid4
         os.urandom = self._bytes
         random._urandom = self._bytes  # type: ignore[attr-defined]
-        random.choices = self._drawn_choices
+        random.choices = self._record_choices
         secrets.choice = self._choice
 
     def seed(self, seed: int) -> None:
@@ -231,7 +251,9 @@ class SeededRandomness:
             self._draws.add_letter(found)
         return found
 
-    def _drawn_choices(self, population: Any, weights: Any = None, *, cum_weights: Any = None, k: int = 1) -> list[Any]:
+    def _record_choices(
+        self, population: Any, weights: Any = None, *, cum_weights: Any = None, k: int = 1
+    ) -> list[Any]:
         found = self._choices(population, weights, cum_weights=cum_weights, k=k)
         if k >= _SHORTEST_DRAW and isinstance(found[0], str):
             self._draws.add("".join(found))
@@ -239,7 +261,7 @@ class SeededRandomness:
 
 
 class _PinnedLoop(uvloop.Loop):
-    """An event loop that answers and never calls: uvloop's own connects do not pass the audit hook."""
+    """Event loop without outgoing connections: uvloop's own connects bypass the audit hook."""
 
     async def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise sandbox.Denied("egress: not allowed here")
@@ -253,7 +275,10 @@ class _PinnedLoop(uvloop.Loop):
 
 
 def _import_modules() -> list[threading.Thread]:
-    """Import MiniStack's modules. Threads they start at import are returned unstarted: none survives a fork."""
+    """Import MiniStack's modules; return the threads that they would start at import, unstarted.
+
+    A running thread does not survive a fork.
+    """
     deferred: list[threading.Thread] = []
     original = threading.Thread.start
     threading.Thread.start = lambda thread: deferred.append(thread)  # type: ignore[method-assign]
@@ -261,24 +286,26 @@ def _import_modules() -> list[threading.Thread]:
         app = importlib.import_module("ministack.app")
         for name in MINISTACK_MODULES:
             importlib.import_module(f"ministack.services.{name}")
-        app._reset_all_state()  # the first one imports more, 80 ms that every fork would spend again
+        app._reset_all_state()  # the first reset imports more modules, 80 ms that every fork would spend
     finally:
         threading.Thread.start = original  # type: ignore[method-assign]
     return deferred
 
 
 def _start_after_fork(thread: threading.Thread) -> None:
-    """Start a thread that was made before the fork.
+    """Start a thread that was created before the fork.
 
-    From Python 3.13 on a fork marks the handles of all other threads as done, including those that never ran, so such a
-    thread gets a new one; the object stays the one that its maker asks whether it is alive.
+    From Python 3.13 on, a fork marks the handles of all other threads as done, even of those that
+    never ran, so the thread gets a new handle. The object stays the one that its creator asks
+    whether it is alive.
     """
     if hasattr(thread, "_handle"):
         thread._handle = type(thread._handle)()  # type: ignore[attr-defined]
     thread.start()
 
 
-def _account_state(draws: Draws) -> AccountState:
+def _watch_account_state(draws: Draws) -> AccountState:
+    """Return the account state, which counts the deletions in MiniStack's stores from now on."""
     state = AccountState(draws)
     responses = importlib.import_module("ministack.core.responses")
     state.watch(responses.AccountScopedDict)
@@ -287,8 +314,11 @@ def _account_state(draws: Draws) -> AccountState:
 
 
 def _keep_only_metadata(services: Sequence[str]) -> None:
-    """Read the few words that matter of each service's model once, before the fork: MiniStack looks up a protocol in
-    botocore's full model, tens of megabytes and 0.1 s per service in every simulator."""
+    """Read the metadata of the services' models before the fork.
+
+    MiniStack looks up the protocol of a service in botocore's full model, which would take tens of
+    megabytes and 0.1 s per service in every simulator.
+    """
     responses = importlib.import_module("ministack.core.responses")
     original = responses._service_model.__wrapped__
     loader = botocore.session.get_session().get_component("data_loader")
@@ -310,8 +340,10 @@ def _keep_only_metadata(services: Sequence[str]) -> None:
 
 
 def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
-    """Return the ``metadata`` of botocore's model of ``service``; None where its file is not as expected. The rest of
-    the file, nearly all of it, is not parsed."""
+    """Return ``metadata`` of botocore's model of a service, None if its file has another form.
+
+    The rest of the file, nearly all of it, is not parsed.
+    """
     with contextlib.suppress(DataNotFoundError, OSError, ValueError):
         version = loader.determine_latest_version(service, "service-2")
         for root in loader.search_paths:
@@ -323,18 +355,24 @@ def _metadata(loader: Any, service: str) -> dict[str, Any] | None:
     return None
 
 
-def _know_service_names() -> None:
-    """Name the services of AWS before the fork: over a request for one that MiniStack lacks it reads all of botocore's
-    models for their names, 400 MB and 5 s, and forgets them with the next reset."""
+def _preload_service_names() -> None:
+    """Read the names of all AWS services before the fork.
+
+    For a request to a service that MiniStack lacks, it reads all of botocore's models for their
+    names (400 MB, 5 s) and forgets them at the next reset.
+    """
     router = importlib.import_module("ministack.core.router")
     router._KNOWN_AWS_SERVICE_NAMES = frozenset(botocore.session.get_session().get_available_services())  # type: ignore[attr-defined]
 
 
-def _readable_app(app: AsgiApp) -> AsgiApp:
-    """Repair answers of the services that speak XML, which names that a policy made up must not break. S3 is left
-    alone: it answers with objects of any content. The server sets the length."""
+def _repair_answers(app: AsgiApp) -> AsgiApp:
+    """Return ``app`` with repaired XML answers, which names made up by a policy must not break.
 
-    async def readable(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    S3 is left alone, because it returns objects with any content. The server sets the content
+    length.
+    """
+
+    async def repairing(scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] != "http" or not _XML_PATH.match(scope["path"]):
             await app(scope, receive, send)
             return
@@ -346,11 +384,11 @@ def _readable_app(app: AsgiApp) -> AsgiApp:
                 return
             body.extend(message.get("body", b""))
             if not message.get("more_body"):
-                await send({**message, "body": repaired(bytes(body)) if body.startswith(b"<") else bytes(body)})
+                await send({**message, "body": repair_xml(bytes(body)) if body.startswith(b"<") else bytes(body)})
 
         await app(scope, receive, collect)
 
-    return readable
+    return repairing
 
 
 async def _serve(
@@ -361,6 +399,7 @@ async def _serve(
     listener: socket.socket,
     owner: socket.socket,
 ) -> None:
+    """Serve the port and the owner's connections until the application ends."""
     loop = asyncio.get_running_loop()
     startup: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     started: asyncio.Event = asyncio.Event()
@@ -389,7 +428,7 @@ async def _serve(
 
 
 def main() -> None:
-    """Import everything, then fork contained simulators until the owner's end closes."""
+    """Import everything, then fork contained simulators until the owner closes the control channel."""
     control = socket.socket(fileno=int(sys.argv[1]))
     mode = sys.argv[2]
     root = sys.argv[3]
@@ -399,16 +438,16 @@ def main() -> None:
     draws = Draws()
     randomness = SeededRandomness(draws)
     randomness.install()
-    gc.disable()  # all that is imported is kept
+    gc.disable()  # imports create no garbage worth collecting
     deferred = _import_modules()
     app_module = importlib.import_module("ministack.app")
     gate = LambdaGate()
     gate.install()
-    app = _readable_app(app_module.app)
-    state = _account_state(draws)
-    for_agents = SelectorGate(app, selector_table())
+    app = _repair_answers(app_module.app)
+    state = _watch_account_state(draws)
+    for_agents = SelectorGate(app, read_selector_table())
     _keep_only_metadata(MINISTACK_SERVICES)
-    _know_service_names()
+    _preload_service_names()
     corrections.install()
     isolated = sandbox.without_network(mode)
     gc.freeze()
@@ -433,7 +472,7 @@ def main() -> None:
         guard.apply(request["folder"], writes=writes)
 
         def seed(number: int) -> None:
-            """Begin a new world, which may write as much as the one before it."""
+            """Seed a new account and reset its write budget."""
             writes.files = _FILES
             writes.folders = _FOLDERS
             randomness.seed(number)

@@ -1,11 +1,13 @@
-r"""Defines MiniStackPool: it checks its containment, leases slots, watches their health and replaces the dead ones.
+r"""MiniStackPool: checks its containment, leases slots, monitors their health and replaces dead
+ones.
 
 starting -> free -> leased -> scrubbing -> free
                   \________\___________\-> unhealthy -> respawning -> free
 
-Every transition is one call under one lock, so a slot has one owner at any time: the free list, a lease, or the one who
-scrubs or respawns it. The self-test speaks plain HTTP to one simulator; all others are forks of the same zygote.
-Source: docs/reference/environment.md 1, 3 and 5.
+Every transition is one call under one lock, so a slot has exactly one owner at any time: the free
+list, a lease, or the thread that scrubs or respawns it. The self-test speaks plain HTTP to one
+simulator; all others are forks of the same zygote. Source: docs/reference/environment.md 1, 3 and
+5.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from realhf.aws.simulator.ministack_process import (
     SIMULATOR_CPU_S,
     SIMULATOR_MEMORY_MB,
     MiniStackProcess,
-    not_up,
+    start_failure,
     tail,
     zygote_environment,
 )
@@ -59,10 +61,11 @@ from realhf.env.containment.probe import (
 from realhf.env.containment.sandbox import LAYERS, housekept, sandboxed
 
 EXHAUSTED = "MiniStack pool exhausted"
+"""Message of the error if no slot is free."""
 
 
 class SlotState(enum.StrEnum):
-    """Says where a slot is between start, lease, scrub and respawn."""
+    """State of a slot between start, lease, scrub and respawn."""
 
     STARTING = "starting"
     FREE = "free"
@@ -73,7 +76,7 @@ class SlotState(enum.StrEnum):
 
 
 class LeaseBook:
-    """Tracks ``size`` slots by their index; all are STARTING at first. Thread-safe."""
+    """States and leases of ``size`` slots, by index. All slots start as STARTING. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self._states = [SlotState.STARTING] * size
@@ -82,9 +85,10 @@ class LeaseBook:
         self._lock = threading.Condition()
 
     def take(self, patience_s: float = 0.0) -> int:
-        """Take the least recently used free slot, which is LEASED from now on, and return its index.
+        """Mark the least recently used free slot as LEASED and return its index.
 
-        Waits ``patience_s`` for one that is on its way back. Raises RuntimeError("MiniStack pool exhausted").
+        Waits up to ``patience_s`` seconds for a slot that is about to return. Raises
+        RuntimeError("MiniStack pool exhausted") if none becomes free.
         """
         with self._lock:
             deadline = process_clock.now() + patience_s
@@ -98,12 +102,13 @@ class LeaseBook:
             return index
 
     def grant(self, index: int, lease: object) -> None:
-        """Note to whom a taken slot is leased."""
+        """Record the lease object of a taken slot."""
         with self._lock:
             self._leases[index] = lease
 
     def give_back(self, index: int, lease: object) -> None:
-        """End a lease; the slot is SCRUBBING. Raises ValueError when this very lease is not in force."""
+        """End a lease; the slot is SCRUBBING from now on. Raises ValueError if this lease is not in
+        force."""
         with self._lock:
             if index not in self._leases or self._leases[index] is not lease:
                 raise ValueError(f"slot {index} is not leased from this pool")
@@ -111,7 +116,8 @@ class LeaseBook:
             self._states[index] = SlotState.SCRUBBING
 
     def free(self, index: int) -> None:
-        """Make a started, scrubbed or respawned slot free. Raises ValueError when it is free or leased."""
+        """Mark a started, scrubbed or respawned slot as FREE. Raises ValueError if it is free or
+        leased."""
         with self._lock:
             if self._states[index] in (SlotState.FREE, SlotState.LEASED):
                 raise ValueError(f"slot {index} is {self._states[index]}; it cannot become free")
@@ -120,13 +126,15 @@ class LeaseBook:
             self._lock.notify()
 
     def fail(self, index: int) -> None:
-        """Mark a slot as unhealthy: its owner found it dead or dirty."""
+        """Mark a slot as UNHEALTHY, because its owner found it dead or dirty."""
         with self._lock:
             self._states[index] = SlotState.UNHEALTHY
 
     def fail_if_free(self, index: int) -> bool:
-        """Mark a slot as unhealthy if it is free: an onlooker found it dead. Returns False when it was taken
-        meanwhile: its holder will notice."""
+        """Mark a slot as UNHEALTHY if it is free, because a health check found it dead.
+
+        Returns False if the slot was taken in the meantime; its new owner will notice.
+        """
         with self._lock:
             if self._states[index] is not SlotState.FREE:
                 return False
@@ -135,7 +143,7 @@ class LeaseBook:
             return True
 
     def begin_respawn(self, index: int) -> bool:
-        """Return whether the slot was UNHEALTHY, so that the caller may respawn it."""
+        """Mark an UNHEALTHY slot as RESPAWNING. Returns False if another thread respawns it."""
         with self._lock:
             if self._states[index] is not SlotState.UNHEALTHY:
                 return False
@@ -143,14 +151,14 @@ class LeaseBook:
             return True
 
     def adopt(self, index: int) -> None:
-        """Lease a respawned slot to the caller without having been free."""
+        """Lease a respawned slot directly to the caller, without making it free first."""
         with self._lock:
             if self._states[index] is not SlotState.RESPAWNING:
                 raise ValueError(f"slot {index} is {self._states[index]}, not respawning")
             self._states[index] = SlotState.LEASED
 
     def in_state(self, state: SlotState) -> list[int]:
-        """Return the indices of the slots in this state."""
+        """Return the indices of the slots in a state."""
         with self._lock:
             return [index for index, current in enumerate(self._states) if current is state]
 
@@ -161,31 +169,38 @@ class LeaseBook:
 
 
 INTERVAL_S = 5.0
+"""Seconds between two health checks."""
 FIRST_BACK_OFF_S = 0.5
+"""Seconds until the second attempt to respawn a slot; doubled after each failure."""
 MAX_BACK_OFF_S = 30.0
+"""Longest delay between two attempts, in seconds."""
 _STOP_S = 10.0
+"""Seconds to wait for the health thread to end."""
 logger = logging.getLogger(__name__)
 
 
 def back_off_s(failures: int) -> float:
-    """Return the seconds until the next attempt after ``failures`` failed ones in a row: 0, 0.5, 1, 2 .. 30."""
+    """Return the delay in seconds after ``failures`` failed attempts in a row: 0, 0.5, 1, 2, ...,
+    30."""
     return min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2 ** (failures - 1)) if failures else 0.0
 
 
 class HealthLoop:
-    """Checks every free slot every ``interval_s`` on a thread, and respawns UNHEALTHY ones.
-
-    ``respawns`` counts replaced simulators, ``failures`` attempts that replaced none.
-    """
+    """A thread that checks every free slot every ``interval_s`` seconds and respawns UNHEALTHY
+    ones."""
 
     def __init__(self, book: LeaseBook, slots: Sequence[Slot], interval_s: float = INTERVAL_S) -> None:
         self.respawns = 0
+        """Number of simulators replaced."""
         self.failures = 0
+        """Number of failed attempts to replace one."""
         self._book = book
         self._slots = slots
         self._interval_s = interval_s
         self._failed = [0] * len(slots)
+        """Failed attempts in a row, by slot."""
         self._due = [0.0] * len(slots)
+        """Time of the next attempt, by slot."""
         self._woken = threading.Event()
         self._ending = False
         self._thread = threading.Thread(target=self._run, name="ministack-health", daemon=True)
@@ -195,18 +210,18 @@ class HealthLoop:
         self._thread.start()
 
     def wake(self) -> None:
-        """Start the next round now: there is an unhealthy slot."""
+        """Start the next round at once, because a slot is unhealthy."""
         self._woken.set()
 
     def stop(self) -> None:
-        """End the thread, after the answer or the respawn that it waits for. Idempotent."""
+        """End the thread after the check or respawn in progress. Idempotent."""
         self._ending = True
         self._woken.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
 
     def sweep(self) -> None:
-        """Run one round: check the free slots, then respawn what is due."""
+        """Run one round: check the free slots, then respawn the unhealthy ones that are due."""
         for index in self._book.in_state(SlotState.FREE):
             if self._ending:
                 return
@@ -217,6 +232,7 @@ class HealthLoop:
                 self._respawn(index)
 
     def _respawn(self, index: int) -> None:
+        """Respawn one slot; after a failure, schedule the next attempt with back-off."""
         try:
             self._slots[index].respawn()
         except SimulatorLost as error:
@@ -244,11 +260,13 @@ class HealthLoop:
 
 
 _ROLE = "arn:aws:iam::000000000000:role/self-test"
+"""Role and API path of the self-test's Lambda function."""
 _FUNCTION = "/2015-03-31/functions"
 _EFFECT_S = 0.1
+"""Seconds to wait for an unwanted effect of the self-test."""
 _ANSWER_S = 30.0
-"""Seconds to wait for an answer. A simulator answers in milliseconds, but on a machine that starts many things at once
-it may take seconds."""
+"""Seconds to wait for an answer. A simulator answers within milliseconds, but on a machine that
+starts many processes at once it may take seconds."""
 _CODE = """
 import os, socket
 def touch(path):
@@ -267,18 +285,23 @@ def handler(event, context):
         return "ran, contained"
     return "ran, connected"
 """
+"""The function of the self-test: tries to create marker files, and to connect to a port of the
+host."""
 
 
-def startup_check(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tuple[str, ...]:
-    """Return what was tried without effect. Raises NotContained, and TimeoutError when the simulator does not answer.
+def run_self_test(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> tuple[str, ...]:
+    """Run code in a simulator that tries to break out; return descriptions of the attempts that
+    failed.
 
-    ``root`` is the pool's folder; markers would appear there, in the simulator's own folder and in /tmp.
+    Raises NotContained if one had an effect, and TimeoutError if the simulator does not answer.
+    ``root`` is the pool's folder; markers would appear there, in the simulator's own folder or in
+    /tmp.
     """
     with socket.create_server(("127.0.0.1", 0)) as canary:
         port = canary.getsockname()[1]
         marker = root / "self-test-marker"
         markers = [marker, root / "simulators" / "0" / marker.name, Path("/tmp") / f"{root.name}-marker"]
-        with _patience():
+        with _explain_timeouts():
             answer = _invoke_and_trigger(simulator, [str(path) for path in markers], port)
         called = bool(select.select([canary], [], [], _EFFECT_S)[0])
         inside = Path(f"/proc/{simulator.pid}/root")
@@ -292,13 +315,14 @@ def startup_check(simulator: MiniStackProcess, root: Path, lambda_mode: str) -> 
     expected = "ran, contained" if lambda_mode == "sandbox" else "stub"
     if expected not in answer:
         raise NotContained(f"self-test: LAMBDA={lambda_mode} should answer {expected!r}, got {answer[:200]!r}")
-    with _patience():
+    with _explain_timeouts():
         simulator.reset(0, _ANSWER_S)
     return ("function invoked and event-triggered: no marker", "connect-out: failed")
 
 
 @contextlib.contextmanager
-def _patience() -> Iterator[None]:
+def _explain_timeouts() -> Iterator[None]:
+    """Turn an OSError of the self-test into a TimeoutError that explains the likely cause."""
     try:
         yield
     except OSError as error:
@@ -309,7 +333,10 @@ def _patience() -> Iterator[None]:
 
 
 def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: int) -> str:
-    """Invoke the function directly, by an event and with calls out over HTTP; returns the answer of the direct call."""
+    """Invoke the function directly, by an event and through outgoing HTTP calls.
+
+    Returns the answer to the direct invocation.
+    """
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as packed:
         packed.writestr("index.py", _CODE.format(paths=markers, port=port))
@@ -325,24 +352,27 @@ def _invoke_and_trigger(simulator: MiniStackProcess, markers: list[str], port: i
     path = f"{_FUNCTION}/self-test/invocations"
     answer = simulator.ask("POST", path, "lambda", _ANSWER_S, body=b"{}").decode()
     simulator.ask("POST", path, "lambda", _ANSWER_S, {"X-Amz-Invocation-Type": "Event"}, b"{}")
-    topic = _sns(simulator, Action="CreateTopic", Name="self-test")
+    topic = _ask_sns(simulator, Action="CreateTopic", Name="self-test")
     arn_of_topic = topic.partition("<TopicArn>")[2].partition("<")[0]
-    _sns(simulator, Action="Subscribe", TopicArn=arn_of_topic, Protocol="lambda", Endpoint=arn)
-    _sns(simulator, Action="Subscribe", TopicArn=arn_of_topic, Protocol="http", Endpoint=f"http://127.0.0.1:{port}/")
-    _sns(simulator, Action="Publish", TopicArn=arn_of_topic, Message="self-test")
+    _ask_sns(simulator, Action="Subscribe", TopicArn=arn_of_topic, Protocol="lambda", Endpoint=arn)
+    _ask_sns(
+        simulator, Action="Subscribe", TopicArn=arn_of_topic, Protocol="http", Endpoint=f"http://127.0.0.1:{port}/"
+    )
+    _ask_sns(simulator, Action="Publish", TopicArn=arn_of_topic, Message="self-test")
     time.sleep(_EFFECT_S)
     return answer
 
 
-def _sns(simulator: MiniStackProcess, **parameters: str) -> str:
+def _ask_sns(simulator: MiniStackProcess, **parameters: str) -> str:
+    """Send a request to SNS and return the answer."""
     body = urllib.parse.urlencode({"Version": "2010-03-31", **parameters}).encode()
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
     return simulator.ask("POST", "/", "sns", _ANSWER_S, headers, body).decode()
 
 
 RETURN_WAIT_S = 8.0
-"""Seconds that ``acquire`` waits for a slot that is being scrubbed or replaced. A client of a server waits for ten, and
-has to hear that there is none."""
+"""Seconds that ``acquire`` waits for a slot that is being scrubbed or replaced. Clients of a server
+time out after 10 s, so the error must reach them before."""
 CONTAINED_PARTS = (
     "__init__.py",
     "base",
@@ -352,16 +382,18 @@ CONTAINED_PARTS = (
     "aws/cli",
     "aws/simulator",
 )
-"""Parts of this package that simulators and CLI workers see: their own code, and neither tasks nor graders."""
+"""Parts of this package that simulators and CLI workers can read: their own code, but neither tasks
+nor graders."""
 
 
 class MiniStackPool:
-    """Leases slots. ``base_port`` 0 lets the kernel choose the ports. Thread-safe.
+    """A pool of slots for leasing. Thread-safe.
 
-    ``sandbox``: ``auto`` (bubblewrap where it works), ``bwrap`` (or do not start), ``plain`` (audit hooks, the system
-    call filter and resource limits alone). ``lambda_mode``: ``stub`` (code never runs) or ``sandbox``. ``may_lack``:
-    layers (``sandbox.LAYERS``) without which it starts all the same. ``memory_mb``: MiB that a simulator may
-    take. Raises ValueError for other words.
+    ``base_port``: first port of the simulators, 0 lets the kernel choose. ``sandbox``: ``auto``
+    (bubblewrap if it works), ``bwrap`` (fail without it) or ``plain`` (only audit hooks, system
+    call filter and resource limits). ``lambda_mode``: ``stub`` (code never runs) or ``sandbox``.
+    ``may_lack``: layers (``sandbox.LAYERS``) whose absence is accepted. ``memory_mb``: memory limit
+    of a simulator in MiB. Raises ValueError for other values.
     """
 
     def __init__(
@@ -400,11 +432,11 @@ class MiniStackPool:
         self._reference_slots: ReferenceSlots | None = None
 
     def start(self) -> None:
-        """Start everything, prove the containment and wait until all slots are healthy. On any failure nothing is
-        left running.
+        """Start all processes, test the containment and wait until all slots are healthy.
 
-        Raises OSError naming a taken port, RuntimeError with the log of what did not come up or with what is not
-        contained or not available."""
+        After a failure no process is left. Raises OSError naming a taken port, RuntimeError with
+        the log of a process that did not start, or with the layer that is missing or ineffective.
+        """
         atexit.register(self.stop)
         try:
             self._start()
@@ -416,11 +448,11 @@ class MiniStackPool:
         contained = self._containment = Containment.decide(*self._modes)
         root = self._root = Path(tempfile.mkdtemp(prefix="realhf-env-"))
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the pool)
-        self._make_slots(root, contained)
+        self._create_slots(root, contained)
         for zygote in self._zygotes:
             zygote.start()
         for zygote, name in zip(self._zygotes, ("MiniStack", "the AWS CLI", "the Lambda broker"), strict=False):
-            self._await(zygote, name)
+            self._wait_for_zygote(zygote, name)
         contained.observed = judge(
             self._probe(root, contained), contained.layers, self._may_lack, "AWS_RL_ENV_MAY_LACK (--may-lack)"
         )
@@ -429,8 +461,9 @@ class MiniStackPool:
         for slot in self.slots:
             slot.ministack.wait_healthy(START_TIMEOUT_S)
             slot.start()
-        # All slots are forks of the zygotes, and each proves its own hooks at its start: one of each is enough.
-        contained.tested = startup_check(self.slots[0].ministack, root, contained.lambda_mode)
+        # All slots are forks of the same zygotes, and each verifies its own hooks at its start, so the
+        # self-test of one slot is enough.
+        contained.tested = run_self_test(self.slots[0].ministack, root, contained.lambda_mode)
         if self._modes[0] == "auto" and contained.program is None:
             logger.warning(
                 "bubblewrap does not work here: simulators and CLI workers see the host's files and are "
@@ -440,7 +473,8 @@ class MiniStackPool:
             self._book.free(index)
         self._health.start()  # pyright: ignore[reportOptionalMemberAccess]
 
-    def _make_slots(self, root: Path, contained: Containment) -> None:
+    def _create_slots(self, root: Path, contained: Containment) -> None:
+        """Create the zygotes, the slots, and an extra slot for the environment's own plays."""
         files = root / "files"
         simulators = root / "simulators"
         for folder in (files, simulators):
@@ -485,6 +519,7 @@ class MiniStackPool:
         self._health = HealthLoop(self._book, tuple(self.slots))
 
     def _probe(self, root: Path, contained: Containment) -> dict[str, list[Attempt]]:
+        """Probe the layers in the zygotes. Raises NotContained with the end of the log."""
         probed: dict[str, ForkServer] = dict(zip((SIMULATORS, WORKERS), self._zygotes, strict=False))
         try:
             return probe_layers(probed, root, contained.layers)
@@ -492,17 +527,18 @@ class MiniStackPool:
             assert self._log is not None
             raise NotContained(f"{error}\n{tail(self._log)}") from error
 
-    def _await(self, zygote: ForkServer, name: str) -> None:
+    def _wait_for_zygote(self, zygote: ForkServer, name: str) -> None:
+        """Wait until a zygote is ready. Raises RuntimeError with the end of the log."""
         assert self._containment is not None and self._log is not None
         try:
             greeting = zygote.wait_ready(2 * START_TIMEOUT_S)
         except (RuntimeError, TimeoutError) as error:
-            raise RuntimeError(not_up(name, error, tail(self._log))) from error
+            raise RuntimeError(start_failure(name, error, tail(self._log))) from error
         if "isolated" in greeting:
             self._containment.no_network = greeting["isolated"]
 
     def containment(self) -> str:
-        """Return the layers that are active, for the log at start. Raises RuntimeError before ``start``."""
+        """Describe the active layers, for the log at start. Raises RuntimeError before ``start``."""
         if self._containment is None:
             raise RuntimeError("the pool was not started")
         budget = f"{self._memory_mb} MiB of memory and {SIMULATOR_CPU_S} s of CPU, by limits of its process"
@@ -510,10 +546,11 @@ class MiniStackPool:
         return f"{self._containment.statement()}\n  budget of a simulator: {budget}; {whole}"
 
     def acquire(self) -> Slot:
-        """Lease a slot that answers right now, the least recently used first; give this very object back.
+        """Lease the least recently used slot that answers now; pass the returned object to
+        ``release``.
 
-        Raises RuntimeError("MiniStack pool exhausted") when there is none, SimulatorLost when the only free ones are
-        dead and cannot be replaced.
+        Raises RuntimeError("MiniStack pool exhausted") if there is none, SimulatorLost if the only
+        free ones are dead and cannot be replaced.
         """
         sick = -1
         while True:
@@ -524,7 +561,7 @@ class MiniStackPool:
                     self._count("exhausted")
                     raise
                 return self._revive(sick)
-            if self.slots[index].usable():
+            if self.slots[index].is_usable():
                 if sick >= 0:
                     self._wake()
                 return self._grant(index)
@@ -532,6 +569,7 @@ class MiniStackPool:
             sick = index
 
     def _revive(self, index: int) -> Slot:
+        """Respawn a dead slot and lease it to the caller."""
         if not self._book.begin_respawn(index):
             self._count("exhausted")
             raise RuntimeError(EXHAUSTED)
@@ -547,15 +585,18 @@ class MiniStackPool:
         return self._grant(index)
 
     def _grant(self, index: int) -> Slot:
+        """Return a new lease of a taken slot."""
         lease = self.slots[index].lease()
         self._book.grant(index, lease)
         self._count("acquired")
         return lease
 
     def release(self, slot: Slot) -> None:
-        """Scrub the slot and give it back. A slot that stays dirty is replaced by the health loop instead.
+        """Scrub a slot and free it; a slot that stays dirty is left to the health loop for
+        replacement.
 
-        Raises ValueError for a lease that is not in force; a second release changes nothing."""
+        Raises ValueError for a lease that is not in force, so a second release has no effect.
+        """
         self._book.give_back(slot.index, slot)
         started = time.perf_counter()
         try:
@@ -579,11 +620,12 @@ class MiniStackPool:
 
     @property
     def free_count(self) -> int:
-        """How many slots are free."""
+        """The number of free slots."""
         return len(self._book.in_state(SlotState.FREE))
 
     def metrics(self) -> dict[str, Any]:
-        """Return metrics for /metrics: slots by state, counters of leases, respawns, scrubs and commands."""
+        """Return metrics for /metrics: slots by state, and counters of leases, respawns, scrubs and
+        commands."""
         numbers: dict[str, Any] = {"size": self.size, **self._book.counts()}
         with self._lock:
             numbers.update(self._counters)
@@ -597,7 +639,7 @@ class MiniStackPool:
         return numbers
 
     def stop(self) -> None:
-        """End all processes, free all ports, remove all files. Idempotent."""
+        """End all processes, free all ports and remove all files. Idempotent."""
         atexit.unregister(self.stop)
         if self._health is not None:
             self._health.stop()
@@ -621,7 +663,7 @@ class MiniStackPool:
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the whole environment of the CLI workers."""
+    """Return the complete environment variables of the CLI workers."""
     return BARE_ENVIRONMENT | {
         "AWS_ACCESS_KEY_ID": ACCOUNT,
         "AWS_SECRET_ACCESS_KEY": "none",

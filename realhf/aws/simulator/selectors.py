@@ -1,10 +1,11 @@
-"""Keeps selectors that MiniStack ignores: leaves out of an answer what was not asked for, or refuses the request.
+"""Selectors that MiniStack ignores: applied to its answers here, or refused.
 
-A selector says which resources a read answers. One that is ignored gives an answer that holds too much, and nobody is
-told. ``selectors.json`` says for every read that agents are served which of its selectors are refused, and which
-filters of EC2 are kept here, by the place of their value; ``python -m tests.aws.validation.conformance --write``
-makes it by asking for each of them. ``narrowings.yaml`` has other selectors that are kept here. Both are applied where
-the requests of agents and of tasks' command lines come in; the owner's go past them.
+A selector restricts the resources that a read returns. If it is ignored, the answer contains too
+much without notice. ``selectors.json`` states for every read operation that agents can use which of
+its selectors are refused, and which filters of EC2 are applied here, with the place of their value;
+``python -m tests.aws.validation.conformance --write`` creates it by trying each of them.
+``read_narrowings.yaml`` contains other selectors that are applied here. Both affect the requests of
+agents and of tasks' command lines; the owner's requests bypass them.
 """
 
 from __future__ import annotations
@@ -26,72 +27,83 @@ import yaml
 from realhf.aws.simulator.asgi_http import AsgiApp
 
 TABLE = Path(__file__).with_name("selectors.json")
-_NARROWINGS = Path(__file__).with_name("narrowings.yaml")
+"""The table of the package."""
+_NARROWINGS = Path(__file__).with_name("read_narrowings.yaml")
 Rule = Literal["equal", "prefix", "path of the ARN", "not zero", "tag", "glob"]
+"""How a value is compared with the requested ones."""
 
 
 @dataclass(frozen=True)
 class Narrowing:
-    """Leaves out of an answer what has another value than was asked for."""
+    """A selector that is applied to the answer: resources with other values are left out."""
 
     service: str
-    """The name that requests are signed for."""
+    """Service in the signature of requests."""
     operation: str
+    """The read operation."""
     member: str
     """Name of the selector in botocore's model and on the wire."""
     items: tuple[str, ...]
-    """Where the resources are in the answer: names of lists, one in the other."""
+    """Path of the resources in the answer: names of nested lists."""
     place: str
-    """Where a resource has the value, names joined by dots."""
+    """Path of the value within a resource, names joined by dots."""
     rule: Rule
+    """How the value is compared."""
     page: str
-    """Where AWS documents it."""
+    """Link to the documentation of AWS."""
     filter: str = ""
-    """The name, where the member is a list of filters; ``tag:`` for all tags."""
+    """Name of the filter, if the member is a list of filters; ``tag:`` for all tags."""
     unknown: tuple[str, str] | None = None
-    """Code and message of the error for a value that nothing has, where AWS has one."""
+    """Code and message of the error for a value that no resource has, if AWS returns one."""
 
 
 @cache
-def narrowings() -> tuple[Narrowing, ...]:
-    """Return the selectors of ``narrowings.yaml``. Raises ValueError with the row for one that is malformed."""
-    found = []
+def read_narrowings() -> tuple[Narrowing, ...]:
+    """Return the selectors of ``read_narrowings.yaml``. Raises ValueError with the row for a malformed
+    one."""
+    selectors = []
     for row in yaml.load(_NARROWINGS.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader):
         try:
             service, operation = row["at"].split()
             unknown = tuple(row["unknown"]) if "unknown" in row else None
             rest = {name: value for name, value in row.items() if name not in ("at", "items", "unknown")}
-            found.append(Narrowing(service, operation, items=(row["items"],), unknown=unknown, **rest))
+            selectors.append(Narrowing(service, operation, items=(row["items"],), unknown=unknown, **rest))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{_NARROWINGS}: {row}: {error!r}") from None
-    return tuple(found)
+    return tuple(selectors)
 
 
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 _SIGNED_FOR = re.compile(rb"Credential=[^/]*/\d+/[^/]+/([\w-]+)/aws4_request")
+"""The service in a signature."""
 _EC2_PAGE = "https://docs.aws.amazon.com/AWSEC2/latest/APIReference/"
+"""Link to the documentation of EC2."""
 _UNSUPPORTED = {"query": "InvalidParameterValue", "ec2": "InvalidParameterValue", "rest-xml": "InvalidArgument"}
-"""For each protocol the code of the error for what is refused, where it is not ``_INVALID``."""
+"""Error code of a refused selector by protocol, where it is not ``_INVALID``."""
 _INVALID = "ValidationException"
 
 
-def selector_table() -> dict[str, Any]:
-    """Return the table of the file: by the name that a request is signed for ``protocol`` and ``operations``, each with
-    ``at`` (method and path, for protocols that name an operation so), ``items`` (of EC2) and ``members``: ``place``,
-    ``name`` on the wire and ``option`` of the CLI of what is refused, the values ``accepted`` nevertheless because they
-    mean the same as none, and for filters ``kept``, those that MiniStack keeps, and ``narrowed``, place by name."""
+def read_selector_table() -> dict[str, Any]:
+    """Return the table, by the service in the signature of requests.
+
+    An entry has the keys ``protocol`` and ``operations``. An operation has ``at`` (method and path,
+    for protocols that identify it so), ``items`` (EC2 only) and ``members``. A member has
+    ``place``, ``name`` on the wire, ``option`` of the CLI in refusals, the values ``accepted``
+    because they mean the same as none, and for filters ``kept`` (applied by MiniStack) and
+    ``narrowed`` (place by name).
+    """
     return json.loads(TABLE.read_text())
 
 
 class SelectorGate:
-    """Stands before MiniStack for agents."""
+    """ASGI middleware between agents and MiniStack that applies or refuses selectors."""
 
     def __init__(self, app: AsgiApp, table: Mapping[str, Any]) -> None:
         self._app = app
         self._services = {service.encode(): _Service(service, entry) for service, entry in table.items()}
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Any) -> None:
-        """Answer a request by an error, or hand it on as it came and leave out of the answer what was not asked for."""
+        """Refuse a request, or pass it on unchanged and filter its answer."""
         headers = dict(scope.get("headers", ()))
         signed = _SIGNED_FOR.search(headers.get(b"authorization", b""))
         service = self._services.get(signed[1]) if signed else None
@@ -112,22 +124,22 @@ class SelectorGate:
             await self._app(scope, replay, send)
             return
         operation, request = found
-        refused = operation.refused(request)
+        refused = operation.find_refused(request)
         if refused:
             await _answer(send, *service.error(service.unsupported, f"{refused} is not supported by this simulator"))
             return
-        asked = operation.narrowings(request)
-        await self._app(scope, replay, _Narrowed(send, service, asked).take if asked else send)
+        requested = operation.requested_narrowings(request)
+        await self._app(scope, replay, _AnswerFilter(send, service, requested).take if requested else send)
 
 
-Request = Mapping[str, Mapping[str, Any]]
-"""By place (form, body, query, header) what a request carries."""
-Asked = tuple[Narrowing, str, list[str]]
-"""A narrowing with the name of the filter as it was asked for and the values."""
+RequestParts = Mapping[str, Mapping[str, Any]]
+"""Contents of a request by place (form, body, query, header)."""
+RequestedNarrowing = tuple[Narrowing, str, list[str]]
+"""A narrowing, the requested name of the filter, and the requested values."""
 
 
 class _Service:
-    """Knows what of one service is kept here and what is refused."""
+    """The selectors of one service."""
 
     def __init__(self, name: str, entry: Mapping[str, Any]) -> None:
         self.protocol: str = entry["protocol"]
@@ -144,24 +156,25 @@ class _Service:
 
     def read(
         self, scope: Mapping[str, Any], headers: Mapping[bytes, bytes], body: bytes
-    ) -> tuple[_Operation, Request] | None:
-        """Return the operation of a request and what it carries; None for one that the table does not have."""
+    ) -> tuple[_Operation, RequestParts] | None:
+        """Return the operation and the contents of a request; None for an operation that is not in
+        the table."""
         if self.protocol in ("query", "ec2"):
             form = parse_qs(body.decode("utf-8", "replace"))
             operation = self._operations.get(form.get("Action", [""])[0])
             return operation and (operation, {"form": form})
         if self.protocol == "json":
             operation = self._operations.get(headers.get(b"x-amz-target", b"").decode("latin-1").rpartition(".")[2])
-            return operation and (operation, {"body": _object(body)})
+            return operation and (operation, {"body": _parse_object(body)})
         for method, pattern, operation in self._paths:
             if scope["method"] == method and pattern.fullmatch(scope["path"]):
                 query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
                 names = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers.items()}
-                return operation, {"query": query, "header": names, "body": _object(body)}
+                return operation, {"query": query, "header": names, "body": _parse_object(body)}
         return None
 
     def error(self, code: str, message: str) -> tuple[int, bytes, bytes]:
-        """Return status, type of content and body of an error in AWS's form."""
+        """Return status, content type and body of an error in the format of AWS."""
         if self.protocol in ("json", "rest-json"):
             return 400, b"application/json", json.dumps({"__type": code, "code": code, "message": message}).encode()
         error = f"<Error><Type>Sender</Type><Code>{code}</Code><Message>{escape(message)}</Message></Error>"
@@ -174,11 +187,11 @@ class _Service:
 
 
 class _Operation:
-    """Knows the selectors of one read."""
+    """The selectors of one read operation."""
 
     def __init__(self, service: str, name: str, description: Mapping[str, Any]) -> None:
         self._members: Sequence[Mapping[str, Any]] = description["members"]
-        self._narrowings = [each for each in narrowings() if (each.service, each.operation) == (service, name)]
+        self._narrowings = [each for each in read_narrowings() if (each.service, each.operation) == (service, name)]
         items = tuple(description.get("items", ()))
         for member in self._members:
             for filter_name, place in member.get("narrowed", {}).items():
@@ -187,8 +200,8 @@ class _Operation:
                     Narrowing(service, name, member["name"], items, place, rule, _EC2_PAGE, filter_name)
                 )
 
-    def refused(self, request: Request) -> str:
-        """Return what of a request is refused, as the CLI calls it; "" for nothing."""
+    def find_refused(self, request: RequestParts) -> str:
+        """Return the refused selector of a request, as the CLI calls it; "" for none."""
         for member in self._members:
             carried = request.get(member["place"], {})
             if "kept" in member:
@@ -201,24 +214,25 @@ class _Operation:
                 return member["option"]
         return ""
 
-    def narrowings(self, request: Request) -> list[Asked]:
-        """Return what must be left out of the answer."""
-        asked: list[Asked] = []
+    def requested_narrowings(self, request: RequestParts) -> list[RequestedNarrowing]:
+        """Return the narrowings that a request asks for."""
+        requested: list[RequestedNarrowing] = []
         for each in self._narrowings:
             for carried in request.values():
                 if not each.filter:
                     values = _values(each.member, carried)
-                    asked += [(each, "", values)] if values else []
+                    requested += [(each, "", values)] if values else []
                     continue
-                asked += [
+                requested += [
                     (each, name, values)
                     for name, values in _filters(each.member, carried)
                     if name == each.filter or (each.filter == "tag:" and name.startswith("tag:"))
                 ]
-        return asked
+        return requested
 
 
 def _path_pattern(template: str) -> re.Pattern[str]:
+    """Return the pattern of the request paths of an operation, from botocore's template."""
     parts = re.split(r"\{\w+(\+?)\}", template.partition("?")[0])
     pattern = "".join(
         re.escape(part) if place % 2 == 0 else ".+" if part else "[^/]+" for place, part in enumerate(parts)
@@ -226,7 +240,8 @@ def _path_pattern(template: str) -> re.Pattern[str]:
     return re.compile(pattern.rstrip("/") + "/?")
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _parse_object(body: bytes) -> dict[str, Any]:
+    """Return a JSON object, {} for anything else."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
@@ -235,7 +250,8 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _values(name: str, carried: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a member, from a form, a query, a header or JSON. A flag that is false asks for nothing."""
+    """Return the values of a member, from a form, a query, a header or JSON. A false flag counts as
+    absent."""
     held = carried.get(name)
     listed = held if isinstance(held, list) else [] if held is None else [held]
     numbered = re.compile(rf"{re.escape(name)}\.(?:\w+\.)*\d+(?:\..*)?")
@@ -245,7 +261,7 @@ def _values(name: str, carried: Mapping[str, Any]) -> list[str]:
 
 
 def _filters(name: str, carried: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Yield names and values of the filters that a request carries, from a form or from JSON."""
+    """Yield (name, values) of the filters in a request, from a form or JSON."""
     listed = carried.get(name)
     if isinstance(listed, list) and all(isinstance(item, dict) for item in listed):
         for item in listed:
@@ -263,10 +279,10 @@ def _filters(name: str, carried: Mapping[str, Any]) -> Iterator[tuple[str, list[
             yield values[0], [value for other, texts in carried.items() if held.fullmatch(other) for value in texts]
 
 
-class _Narrowed:
-    """Takes an answer and sends it on with what was asked for alone."""
+class _AnswerFilter:
+    """Collects an answer and sends it on with only the requested resources."""
 
-    def __init__(self, send: Any, service: _Service, asked: list[Asked]) -> None:
+    def __init__(self, send: Any, service: _Service, asked: list[RequestedNarrowing]) -> None:
         self._send = send
         self._service = service
         self._asked = asked
@@ -274,7 +290,7 @@ class _Narrowed:
         self._body = bytearray()
 
     async def take(self, message: dict[str, Any]) -> None:
-        """Take a message of ASGI."""
+        """Add an ASGI message of the answer; send the filtered answer after the last one."""
         if message["type"] == "http.response.start":
             self._start = message
             return
@@ -297,13 +313,13 @@ class _Narrowed:
 
 
 class _JsonAnswer:
-    """Is an answer of the protocols that speak JSON."""
+    """An answer in JSON."""
 
     def __init__(self, body: bytes) -> None:
-        self._held = _object(body)
+        self._held = _parse_object(body)
 
     def narrow(self, narrowing: Narrowing, name: str, values: list[str]) -> list[str]:
-        """Leave out what has none of the values; returns the values that nothing has."""
+        """Remove the items without one of the values; return the values that no item has."""
         (items,) = narrowing.items
         listed = self._held.get(items) or []
         kept = [item for item in listed if _keeps(narrowing, name, values, item)]
@@ -311,23 +327,23 @@ class _JsonAnswer:
         return [value for value in values if not any(_keeps(narrowing, name, [value], item) for item in kept)]
 
     def to_bytes(self) -> bytes:
-        """Return the answer."""
+        """Return the encoded answer."""
         return json.dumps(self._held).encode()
 
 
 class _XmlAnswer:
-    """Is an answer of the protocols that speak XML."""
+    """An answer in XML."""
 
     def __init__(self, body: bytes) -> None:
         self._root = ElementTree.fromstring(body)
         space, brace, _ = self._root.tag.rpartition("}")
-        if brace:  # the usual name space is written once, at the root, and no name gets a prefix
+        if brace:  # write the default namespace once, at the root, so that no name gets a prefix
             for element in self._root.iter():
                 element.tag = element.tag.removeprefix(f"{space}}}")
             self._root.set("xmlns", space[1:])
 
     def narrow(self, narrowing: Narrowing, name: str, values: list[str]) -> list[str]:
-        """Leave out what has none of the values; returns the values that nothing has."""
+        """Remove the items without one of the values; return the values that no item has."""
         missing = set(values)
         for outer in [element for element in self._root.iter() if _local(element) == narrowing.items[0]]:
             for listed in [outer] if len(narrowing.items) == 1 else [*outer]:
@@ -343,19 +359,22 @@ class _XmlAnswer:
 
     @staticmethod
     def _lists(element: ElementTree.Element, names: Sequence[str]) -> list[ElementTree.Element]:
+        """Return the child lists with the next name of a path, the element itself at the end of the
+        path."""
         return [child for child in element if _local(child) == names[0]] if names else [element]
 
     def to_bytes(self) -> bytes:
-        """Return the answer."""
+        """Return the encoded answer."""
         return ElementTree.tostring(self._root, encoding="utf-8", xml_declaration=True)
 
 
 def _local(element: ElementTree.Element) -> str:
+    """Return the name of an element without its namespace."""
     return element.tag.rpartition("}")[2]
 
 
 def _plain(element: ElementTree.Element) -> Any:
-    """Return an element as maps, lists and texts."""
+    """Return an element as mappings, lists and texts."""
     children = [*element]
     if not children:
         return element.text or ""
@@ -388,11 +407,12 @@ def _keeps(narrowing: Narrowing, name: str, values: list[str], item: Any) -> boo
 
 
 def _pattern(value: str) -> str:
-    return value.replace("[", "[[]")  # EC2 knows * and ? alone
+    """Return a filter value as a pattern of fnmatch."""
+    return value.replace("[", "[[]")  # EC2 has only * and ? as wildcards
 
 
 def _at(held: Any, names: Sequence[str]) -> Iterator[Any]:
-    """Yield what is at a place, in each element of the lists on the way."""
+    """Yield the values at a path, in each element of the lists on the way."""
     if isinstance(held, list):
         for each in held:
             yield from _at(each, names)
@@ -403,5 +423,6 @@ def _at(held: Any, names: Sequence[str]) -> Iterator[Any]:
 
 
 async def _answer(send: Any, status: int, kind: bytes, body: bytes) -> None:
+    """Send an answer."""
     await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
     await send({"type": "http.response.body", "body": body})

@@ -1,4 +1,5 @@
-"""Holds what a session leases: one simulator, the agent's CLI worker and folder, and the environment's own of both.
+"""Slots: a simulator with the agent's CLI worker and folder, and a second worker for the
+environment itself.
 
 Source: docs/reference/environment.md 1 and 3.
 """
@@ -27,36 +28,40 @@ from realhf.base import event_loops
 from realhf.env.containment.fork_server import ForkedProcess, ForkServer
 
 ACCOUNT = "000000000000"
+"""The account id of every slot."""
 START_TIMEOUT_S = 30.0
+"""Seconds that a simulator has to come up."""
 USABLE_S = 3.0
-"""Seconds that a simulator, and a worker, has to answer before it is handed out. One that needs longer is replaced,
-which costs little; whoever asked for it waits meanwhile, and a client of a server for ten seconds only."""
+"""Seconds that a simulator and a worker have to answer before they are leased. A slower one is
+replaced, which is cheap; the requester waits meanwhile, and clients of a server time out after ten
+seconds."""
 _CHECKED_BYTES = 1 << 20
-"""Bytes kept of what a command of the environment's own prints: a check must see the whole answer."""
+"""Output limit of the environment's own commands, in bytes: a check must see the complete answer."""
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PermittedReads:
-    """Says how a real account is read: by the operations that ``permits(service, operation)`` knows, and at least in
-    ``services`` (botocore's names), those that an agent may write to."""
+    """How a real account may be read."""
 
     permits: Callable[[str, str], bool]
+    """Returns whether an operation of a service may be used to read."""
     services: frozenset[str]
+    """Services (botocore's names) that must be read: those that an agent may write to."""
 
 
 class Slot:
-    """Holds one slot. Use it from one thread at a time.
+    """One slot. Use it from one thread at a time.
 
-    The account id is the same in every slot and every lease: a slot has a simulator process of its own that is emptied
-    between leases, so the id separates nothing, and ids and ARNs in observations stay the same for the same task and
-    seed.
+    The account id is the same in every slot and lease. Each slot has its own simulator process,
+    which is emptied between leases, so different ids would separate nothing; equal ids keep the ids
+    and ARNs in observations equal for the same task and seed.
     """
 
     simulated = True
-    """The world may be emptied, set up and disturbed."""
+    """Whether the account may be emptied, set up and disturbed."""
     reads: PermittedReads | None = None
-    """The only way to read the account; None where it is read as a whole."""
+    """How a real account is read; None for an account that is read as a whole."""
 
     def __init__(
         self,
@@ -79,13 +84,13 @@ class Slot:
         self.own_executor = CliExecutor(
             spawn, ministack.alive, lambda: self.ministack.healthy(), replace(limits, stdout_bytes=_CHECKED_BYTES)
         )
-        """Runs command lines of tasks (set-up, drift, checks) in a worker, over a connection and in a folder that no
-        command of an agent ever reaches. The worker is forked when the first such line comes."""
+        """Runs command lines of tasks (set-up, drift, checks) in a worker of its own. Its connection and
+        its folder are out of reach of the agent's commands. The worker is forked on first use."""
         self.state = StateClient(f"http://{HOST}:{ministack.port}", ACCOUNT, ministack.connect_as_owner, factory)
-        """Calls that set up, grade and list; never seen by the agent."""
+        """API client for set-up, grading and listing; invisible to the agent."""
         self._zygote = zygote
         self.reference_slots: ReferenceSlots | None = None
-        """Plays the environment's own plays; None for the slot that it plays on."""
+        """Runs the solutions on a slot of its own; None for that slot itself."""
 
     @property
     def port(self) -> int:
@@ -94,7 +99,7 @@ class Slot:
 
     @property
     def endpoint(self) -> str:
-        """Address of the simulator in messages."""
+        """Address of the simulator as shown in messages."""
         return f"http://{HOST}:{self.port}"
 
     @property
@@ -104,20 +109,21 @@ class Slot:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """Pids of every worker that may be busy with a command of this lease."""
+        """Pids of all workers that may be executing a command of this lease."""
         return tuple(pid for pid in (self.executor.worker_pid, self.own_executor.worker_pid) if pid > 0)
 
     def lease(self) -> Slot:
-        """Return another handle of the same slot; what is leased is the handle, so that an old one gives nothing
-        back."""
+        """Return a new handle of the slot. The handle is what is leased, so an old one cannot give
+        back a later lease."""
         return copy.copy(self)
 
     def start(self) -> None:
-        """Start the agent's worker; called once the simulator is healthy."""
+        """Start the agent's worker. Call it once the simulator is healthy."""
         self.executor.start()
 
-    def usable(self) -> bool:
-        """Return whether simulator and worker answer right now; a worker that does not is replaced."""
+    def is_usable(self) -> bool:
+        """Return whether simulator and worker answer now. A worker that does not answer is
+        replaced."""
         if not self.ministack.alive() or not self.ministack.healthy(USABLE_S):
             return False
         try:
@@ -130,14 +136,14 @@ class Slot:
         return True
 
     def reset(self, seed: int = 0) -> None:
-        """Empty the world; its ids depend on ``seed`` alone from now on. The warm worker is kept.
+        """Empty the account; from now on its ids depend on ``seed`` alone. The worker is kept.
 
-        A simulator that is dead, hangs, or used much of its budget is respawned. Raises SimulatorLost when that fails
-        too.
+        A simulator that is dead, hangs, or has used much of its budget is respawned. Raises
+        SimulatorLost if that fails too.
         """
         self._clear_files()
         try:
-            if self.ministack.spent():
+            if self.ministack.is_worn_out():
                 raise OSError("a simulator that grew is not reset")
             self.ministack.reset(seed)
         except OSError:
@@ -145,10 +151,13 @@ class Slot:
             self.ministack.reset(seed)
 
     def scrub(self) -> None:
-        """Make a used slot indistinguishable from a new one. Simulator and worker are new forks where a command reached
-        them: a reset cannot vouch for all that a process holds. Raises SimulatorLost or OSError when the slot stays
-        dirty."""
-        if self._reached():
+        """Make a used slot indistinguishable from a new one.
+
+        If a command reached the simulator, simulator and worker are replaced by new forks, because
+        a reset cannot clear everything that a process may hold. Raises SimulatorLost or OSError if
+        the slot stays dirty.
+        """
+        if self._was_reached():
             self.respawn()
         else:
             self._stop_workers()
@@ -159,17 +168,17 @@ class Slot:
         if leftovers:
             raise SimulatorLost(f"slot {self.index} still has {leftovers} after its scrub")
 
-    def _reached(self) -> bool:
-        """Return whether the simulator took anything but the environment's own calls since it was started, or too much
-        for them."""
+    def _was_reached(self) -> bool:
+        """Return whether the simulator received other requests than the environment's own, or too
+        many of them, since its start."""
         try:
             report = self.ministack.requests(after=sys.maxsize)
-            return bool(report["refused"] or set(report["entrances"]) - {"owner"}) or self.ministack.spent()
+            return bool(report["refused"] or set(report["entrances"]) - {"owner"}) or self.ministack.is_worn_out()
         except OSError:
             return True
 
     def respawn(self) -> None:
-        """Replace simulator and worker. Raises SimulatorLost with the reason."""
+        """Replace the simulator and the worker. Raises SimulatorLost with the reason."""
         try:
             self._stop_workers()
             if not self.ministack.alive():
@@ -194,13 +203,15 @@ class Slot:
         self.own_executor.stop()
 
     def _clear_files(self) -> None:
+        """Empty both folders; the worker of a folder that had to be replaced is ended."""
         for files, executor in ((self.files, self.executor), (self.own_files, self.own_executor)):
             if not files.clear():
-                executor.stop()  # the next command's worker begins in the folder's successor
+                executor.stop()  # the next command starts a worker in the new folder
 
     def _spawn_worker(
         self, files: VirtualFolder, connect: Callable[[], socket.socket]
     ) -> tuple[ForkedProcess, socket.socket]:
+        """Fork a CLI worker; return its process and the channel to it. Raises SimulatorLost."""
         try:
             connection = connect()
         except OSError as error:
@@ -216,13 +227,17 @@ class Slot:
                 raise
 
 
-KEPT = 256
-"""Results that are kept, the latest asked for."""
+MAX_RESULTS = 256
+"""Number of results that are cached, least recently requested dropped first."""
 
 
 class ReferenceSlots:
-    """Plays on ``slot``, which is started when first needed, on a thread of its own, one play after the other. A play
-    over which its simulator is lost is played once more. Thread-safe."""
+    """Runs functions, such as the play of a solution, one after another on ``slot`` in a thread of
+    its own.
+
+    The slot is started on first use. A function during which the simulator is lost is run once
+    more. Thread-safe.
+    """
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -233,7 +248,8 @@ class ReferenceSlots:
         self._ended = 0
 
     def begin(self, key: str, play: Callable[[Slot], Any]) -> Future[Any]:
-        """Return what ``play`` will have found for ``key``. It is played once for all who ask, unless it failed."""
+        """Return the future result of ``play`` for ``key``. It runs once for all callers, unless it
+        failed."""
         with self._lock:
             known = self._results.get(key)
             if known is not None and not (known.done() and (known.cancelled() or known.exception() is not None)):
@@ -241,44 +257,51 @@ class ReferenceSlots:
                 return known
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "reference-slots")
-            found = self._results[key] = self._thread.submit(self._played, play)
-            while len(self._results) > KEPT:
+            future = self._results[key] = self._thread.submit(self._run_counted, play)
+            while len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
-            return found
+            return future
 
-    def result(self, found: Future[Any], patience_s: float) -> Any:
-        """Return what was found once it is there. Raises what the play raised, and TimeoutError when no play has come
-        to its end for ``patience_s`` seconds: however many are ahead of it, the queue must move."""
+    def result(self, future: Future[Any], patience_s: float) -> Any:
+        """Return the result of a future.
+
+        Raises what the function raised, and TimeoutError if no function has ended for
+        ``patience_s`` seconds: the wait may be long, but the queue must move.
+        """
         while True:
             ended = self._ended
             try:
-                return event_loops.result(found, patience_s)
+                return event_loops.result(future, patience_s)
             except TimeoutError:
-                if found.done() or ended == self._ended:
+                if future.done() or ended == self._ended:
                     raise
 
-    def _played(self, play: Callable[[Slot], Any]) -> Any:
+    def _run_counted(self, play: Callable[[Slot], Any]) -> Any:
+        """Run a function and count it as ended."""
         try:
-            return self._play(play)
+            return self._run(play)
         finally:
             self._ended += 1  # by one thread only
 
-    def _play(self, play: Callable[[Slot], Any]) -> Any:
+    def _run(self, play: Callable[[Slot], Any]) -> Any:
+        """Run a function on the slot; start the slot first, and retry once if the simulator is
+        lost."""
         try:
             self._start()
         except SimulatorLost:
             if self._thread is None:
                 raise
-            self._start()  # it was lost while it came up, and many sessions may wait for it
+            self._start()  # lost while it came up; retry, because many sessions may wait for it
         try:
             return play(self._slot)
         except Exception:
             if self._thread is None or self._slot.ministack.alive():
                 raise
-        self._slot.respawn()  # it was lost over the play, and many sessions may wait for it
+        self._slot.respawn()  # lost during the play; retry, because many sessions may wait for it
         return play(self._slot)
 
     def _start(self) -> None:
+        """Start the slot unless it runs. Raises SimulatorLost."""
         if self._started:
             return
         try:
@@ -290,7 +313,7 @@ class ReferenceSlots:
         self._started = True
 
     def stop(self) -> None:
-        """End the play under way and the slot. Idempotent."""
+        """End the function in progress and the slot. Idempotent."""
         with self._lock:
             thread = self._thread
             self._thread = None
@@ -300,4 +323,4 @@ class ReferenceSlots:
         self._slot.stop()
         if thread is not None:
             thread.shutdown()
-            self._slot.stop()  # the play may have begun a new simulator meanwhile
+            self._slot.stop()  # the function may have started a new simulator in between

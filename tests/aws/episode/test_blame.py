@@ -28,7 +28,7 @@ def signalled(slot: Slot, number: signal.Signals) -> None:
     """Send the simulator a signal; a stop is waited for."""
     os.kill(slot.ministack.pid, number)
     deadline = time.monotonic() + 10
-    while number == signal.SIGSTOP and not slot.ministack.stopped():
+    while number == signal.SIGSTOP and not slot.ministack.is_stopped():
         assert time.monotonic() < deadline
 
 
@@ -59,7 +59,7 @@ def test_a_simulator_that_freezes_between_commands_is_the_environments(
     patient_for(slot, monkeypatch, 0.5)
     signalled(slot, signal.SIGSTOP)
     if not told:
-        monkeypatch.setattr(MiniStackProcess, "stopped", lambda simulator: False)
+        monkeypatch.setattr(MiniStackProcess, "is_stopped", lambda simulator: False)
         monkeypatch.setattr(MiniStackProcess, "healthy", lambda simulator, timeout_s=0.5: simulator.answers(timeout_s))
     with pytest.raises(SimulatorLost):
         episode.step(second)
@@ -78,7 +78,7 @@ def test_a_simulator_that_worked_on_a_command_and_hangs_is_the_agents(
     signalled(slot, signal.SIGSTOP)
     lost = SimulatorLost("simulator lost", by_command=True)
     assert watch.blame(lost) is Blame.ENVIRONMENT, "it was stopped from outside, whenever that was"
-    monkeypatch.setattr(MiniStackProcess, "stopped", lambda simulator: False)
+    monkeypatch.setattr(MiniStackProcess, "is_stopped", lambda simulator: False)
     assert watch.blame(lost) is Blame.AGENT and SimulatorWatch(slot).blame(lost) is Blame.ENVIRONMENT
     assert watch.blame(lost, begun=False) is Blame.ENVIRONMENT
     signalled(slot, signal.SIGCONT)

@@ -304,7 +304,7 @@ class ResourceFuzzer:
         seconds = time.monotonic() - began
         held = _peak_bytes(slot.ministack.pid)
         self._note(case, seconds, before, held)
-        if lost or held - before > 32 << 20 or slot.ministack.spent():
+        if lost or held - before > 32 << 20 or slot.ministack.is_worn_out():
             self._change_lease(case)
         else:
             slot.files.clear()

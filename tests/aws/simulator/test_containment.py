@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from realhf.aws.simulator import lambda_broker
-from realhf.aws.simulator import pool as startup_check
+from realhf.aws.simulator import pool as self_test
 from realhf.aws.simulator.pool import CONTAINED_PARTS, MiniStackPool, Slot
 from realhf.env.containment import probe, sandbox
 from realhf.env.containment.probe import Containment
@@ -125,17 +125,17 @@ def test_a_simulator_that_is_slow_at_start_is_waited_for(slot: Slot, tmp_path: P
     waking = threading.Timer(2.3, os.kill, (pid, signal.SIGCONT))
     waking.start()
     try:
-        assert startup_check.startup_check(slot.ministack, tmp_path, "stub")
+        assert self_test.run_self_test(slot.ministack, tmp_path, "stub")
     finally:
         waking.join()
 
 
 def test_a_simulator_that_never_answers_is_named(slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup_check, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(self_test, "_ANSWER_S", 0.2)
     os.kill(slot.ministack.pid, signal.SIGSTOP)
     try:
         with pytest.raises(TimeoutError, match="self-test at start got no answer"):
-            startup_check.startup_check(slot.ministack, tmp_path, "stub")
+            self_test.run_self_test(slot.ministack, tmp_path, "stub")
     finally:
         os.kill(slot.ministack.pid, signal.SIGCONT)
     slot.respawn()
@@ -151,12 +151,12 @@ def test_an_effect_stops_the_start(
         if effect == "marker":
             Path(markers[0]).touch()
         if effect == "connect":
-            startup_check.socket.create_connection(("127.0.0.1", port)).close()
+            self_test.socket.create_connection(("127.0.0.1", port)).close()
         return "something else" if effect == "answer" else '{"statusCode": 200, "body": "stub"}'
 
-    monkeypatch.setattr(startup_check, "_invoke_and_trigger", broken)
-    with pytest.raises(startup_check.NotContained, match=message):
-        startup_check.startup_check(slot.ministack, tmp_path, "stub")
+    monkeypatch.setattr(self_test, "_invoke_and_trigger", broken)
+    with pytest.raises(self_test.NotContained, match=message):
+        self_test.run_self_test(slot.ministack, tmp_path, "stub")
 
 
 @pytest.fixture(scope="module")

@@ -204,7 +204,7 @@ def test_a_service_that_the_simulator_lacks_costs_nothing(slot: Slot) -> None:
     """It used to read all of botocore's models to find out, 400 MB and five seconds, again after every reset."""
     with pytest.raises(OSError, match="Unsupported service: polly"):
         slot.ministack.ask("POST", "/v1/speech", "polly", timeout_s=60.0, body=b"{}")
-    assert not slot.ministack.spent()
+    assert not slot.ministack.is_worn_out()
 
 
 def test_a_control_request_that_fails_says_why(slot: Slot) -> None:
@@ -217,12 +217,12 @@ def test_the_cpu_of_a_simulator_is_bounded_and_one_that_took_much_of_it_is_repla
     small_pool: MiniStackPool, slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A document that unfolds kept one busy for as long as it liked."""
-    pid, (resident, _) = slot.ministack.pid, slot.ministack.used()
+    pid, (resident, _) = slot.ministack.pid, slot.ministack.usage()
     limits = Path(f"/proc/{pid}/limits").read_text()
     assert re.search(rf"^Max cpu time +{SIMULATOR_CPU_S} +{SIMULATOR_CPU_S} ", limits, re.MULTILINE), limits
     assert f"{SIMULATOR_MEMORY_MB} MiB of memory and {SIMULATOR_CPU_S} s of CPU" in small_pool.containment()
     assert "1.0 GiB for all 2" in small_pool.containment()
-    monkeypatch.setattr(MiniStackProcess, "used", lambda simulator: (resident, SIMULATOR_CPU_S / 2))
+    monkeypatch.setattr(MiniStackProcess, "usage", lambda simulator: (resident, SIMULATOR_CPU_S / 2))
     slot.reset()
     assert slot.ministack.pid != pid
 

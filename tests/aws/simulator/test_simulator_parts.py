@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN, Draws, ModuleSwitches
-from realhf.aws.simulator.ministack_server import repaired, well_formed
+from realhf.aws.simulator.ministack_server import is_well_formed, repair_xml
 from realhf.aws.simulator.pool import RETURN_WAIT_S, HealthLoop, LeaseBook, SlotState, back_off_s
 from realhf.aws.simulator.slot import USABLE_S
 from realhf.env.openenv_client import OpenEnvClient
@@ -185,29 +185,29 @@ def test_a_free_slot_that_hangs_is_replaced_before_a_client_gives_up() -> None:
 def test_what_was_drawn_is_marked_also_when_the_text_was_told_before() -> None:
     draws = Draws()
     draws.add("0af31c9e77", "0AF31C9E77")
-    draws.look()
-    assert draws.marked("vpc-0af31c9e77") == f"vpc-{DRAWN}0af31c9e77{END_DRAWN}"
-    assert draws.marked("subnet-55aa55aa/CidrBlock") == "subnet-55aa55aa/CidrBlock"
+    draws.refresh()
+    assert draws.mark("vpc-0af31c9e77") == f"vpc-{DRAWN}0af31c9e77{END_DRAWN}"
+    assert draws.mark("subnet-55aa55aa/CidrBlock") == "subnet-55aa55aa/CidrBlock"
     for letter in "55aa55aa":
         draws.add_letter(letter)
-    draws.look()
-    assert draws.marked("subnet-55aa55aa/CidrBlock") == f"subnet-{DRAWN}55aa55aa{END_DRAWN}/CidrBlock"
+    draws.refresh()
+    assert draws.mark("subnet-55aa55aa/CidrBlock") == f"subnet-{DRAWN}55aa55aa{END_DRAWN}/CidrBlock"
     draws.clear()
-    assert draws.marked("vpc-0af31c9e77") == "vpc-0af31c9e77"
+    assert draws.mark("vpc-0af31c9e77") == "vpc-0af31c9e77"
 
 
 def test_a_word_with_a_drawn_end_alone_is_not_marked() -> None:
     draws = Draws()
     draws.add("0af31c9e77", "0AF31C9E77")
-    draws.look()
-    assert draws.marked("somethingquite31c9e77") == "somethingquite31c9e77"
+    draws.refresh()
+    assert draws.mark("somethingquite31c9e77") == "somethingquite31c9e77"
 
 
 def test_the_first_text_after_a_reset_is_taken_in_also_when_it_is_the_only_one() -> None:
     draws = Draws()
     draws.add("only31c9e77")
-    draws.look()
-    assert draws.marked("i-only31c9e77") == f"i-{DRAWN}only31c9e77{END_DRAWN}"
+    draws.refresh()
+    assert draws.mark("i-only31c9e77") == f"i-{DRAWN}only31c9e77{END_DRAWN}"
 
 
 def test_switches_come_back_and_running_things_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,18 +258,18 @@ def path_of(body: bytes) -> str | None:
 )
 def test_a_name_that_was_not_escaped(name: str, read: str | None) -> None:
     body = ANSWER.format(name).encode()
-    assert not well_formed(body)
-    whole = repaired(body)
+    assert not is_well_formed(body)
+    whole = repair_xml(body)
     assert whole == body if read is None else path_of(whole) == f"/ops/{read}/"
 
 
 def test_what_is_xml_is_left_alone() -> None:
     body = ANSWER.format("a &amp; b").encode()
-    assert repaired(body) is body
+    assert repair_xml(body) is body
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=("Cs",), exclude_characters="&>"), max_size=30))
 def test_any_name_without_a_whole_tag_is_read_as_it_was(name: str) -> None:
-    body = repaired(ANSWER.format(name).encode())
+    body = repair_xml(ANSWER.format(name).encode())
     read = "".join("\ufffd" if (ord(c) < 32 and c not in "\t\n\r") or c in "\ufffe\uffff" else c for c in name)
     assert path_of(body) == f"/ops/{read}/".replace("\r\n", "\n").replace("\r", "\n")

@@ -40,7 +40,7 @@ from botocore.model import OperationModel
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.state_client import ClientFactory, StateCallError, StateClient
 from realhf.aws.simulator.pool import MiniStackPool
-from realhf.aws.simulator.selectors import TABLE, narrowings, selector_table
+from realhf.aws.simulator.selectors import TABLE, read_narrowings, read_selector_table
 from realhf.aws.simulator.slot import ACCOUNT, Slot
 from realhf.base.installation import IMPORT_ROOT
 
@@ -402,7 +402,7 @@ def table_of(findings: Iterable[Finding], answers: Mapping[tuple[str, str], list
         service = model(name)
         operation = service.operation_model(operation_name)
         place, wire = _wire_name(service, operation, member)
-        narrowed = [each for each in narrowings() if (each.operation, each.member) == (operation_name, wire)]
+        narrowed = [each for each in read_narrowings() if (each.operation, each.member) == (operation_name, wire)]
         entry = {"place": place, "name": wire, "option": f"--{xform_name(member, '-')}"}
         if found[0].selector.filter:
             entry |= _filters_of(found, answers[name, operation_name])
@@ -644,7 +644,7 @@ def main() -> None:
         if last and write:
             PAGE.write_text(report.page())
     print(", ".join(f"{count} {name}" for name, count in report.counts().items()))
-    stale = report.table != selector_table() or report.page() != PAGE.read_text()
+    stale = report.table != read_selector_table() or report.page() != PAGE.read_text()
     for leak in report.leaks():
         print(f"ignored: {leak}")
     if stale:

@@ -5,7 +5,7 @@ import json
 import pytest
 from botocore import xform_name
 
-from realhf.aws.simulator.selectors import narrowings, selector_table
+from realhf.aws.simulator.selectors import read_narrowings, read_selector_table
 from realhf.aws.simulator.slot import Slot
 from tests.aws.validation import conformance
 from tests.aws.validation.conformance import PAGE, examine, model, served_reads
@@ -23,9 +23,9 @@ def test_the_page_knows_every_served_read_that_takes_selectors() -> None:
 
 
 def test_what_is_kept_here_names_members_and_pages() -> None:
-    for each in narrowings():
+    for each in read_narrowings():
         assert each.page.startswith("https://docs.aws.amazon.com/") and each.operation in each.page
-        assert each.operation in selector_table()[each.service]["operations"], each
+        assert each.operation in read_selector_table()[each.service]["operations"], each
 
 
 @pytest.mark.sim
@@ -35,7 +35,7 @@ def test_no_selector_of_some_services_is_ignored(slot: Slot) -> None:
     slot.reset(1)
     report = examine(slot, [read for read in served_reads() if read[0] in _SAMPLE])
     assert report.leaks() == []
-    known = selector_table()
+    known = read_selector_table()
     for service in _SAMPLE:
         name = model(service).signing_name
         operations = {read[1] for read in served_reads() if read[0] == service}
@@ -50,7 +50,7 @@ def test_table_and_page_are_what_the_simulator_does(slot: Slot) -> None:
     slot.reset(1)
     report = examine(slot, served_reads())
     assert report.leaks() == []
-    assert report.table == selector_table()
+    assert report.table == read_selector_table()
     assert report.page() == PAGE.read_text()
 
 
