@@ -1,7 +1,7 @@
 """Companion grants: permissions that AWS requires for what a solution connects, and that no task
 names.
 
-The table of connections ("read_wirings") is ``companions.yaml``. A grant is judged by what it allows,
+The table of connections ("wirings") is ``companions.yaml``. A grant is judged by what it allows,
 wherever it is written: no more than the least permission, given to the service for the source alone
 or for sources of the account alone, or to the role that the connection names. Source:
 docs/reference/environment.md 7.

@@ -1,4 +1,4 @@
-"""Reader of CloudFormation templates: the read_declared_resources resources with resolve properties."""
+"""Reader of CloudFormation templates: the declared resources with resolved properties."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 about.
 
 An *evidence* is one sent request with its place in the episode. Its *resource* is the name in the
-operation's identifying_parameter parameter, with ARNs and URLs reduced to the name. Source:
+operation's identifying parameter, with ARNs and URLs reduced to the name. Source:
 docs/reference/environment.md 7.
 """
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 LONGEST_POLL_S = 1.0
-"""Longest time that a poll of an empty queue takes, in seconds: nobody can send a message in the
+"""Longest time that a poll of an empty queue takes, in seconds: no message can arrive in the
 meantime, so a session's clock is not spent on the wait."""
 _MOST_POLL_S = 20
 """Longest wait that AWS accepts, in seconds."""
@@ -109,7 +109,7 @@ def _find_ip_sets_by_name() -> None:
 
 
 def _stop_executions_with_state_machine() -> None:
-    """End the executions of a handle_delete state machine at their next transition.
+    """End the executions of a deleted state machine at their next transition.
 
     MiniStack forgets them, but they continue.
 
@@ -152,7 +152,7 @@ def _find_security_groups_by_name() -> None:
 
 
 def _keep_desired_capacity_in_bounds() -> None:
-    """Keep the desired capacity of an Auto Scaling group within its bounds when these are handle_update.
+    """Keep the desired capacity of an Auto Scaling group within its bounds when these are updated.
 
     MiniStack accepts any value, and leaves it below a new minimum.
 
@@ -347,7 +347,7 @@ def _track_load_balancers_of_target_groups() -> None:
 
 def _delete_launch_template_versions() -> None:
     """Delete versions of a launch template, which MiniStack can only add, and accept ``$Latest``
-    and ``$Default`` as the source of a new one. The number of a handle_delete last version is used again.
+    and ``$Default`` as the source of a new one. The number of a deleted last version is used again.
 
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_DeleteLaunchTemplateVersions.html
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_CreateLaunchTemplateVersion.html
@@ -382,7 +382,7 @@ def _delete_launch_template_versions() -> None:
                 code = "launchTemplateVersionDoesNotExist"
                 refused += f"<item>{item}<responseError><code>{code}</code></responseError></item>"
             elif number == str(template["DefaultVersionNumber"]):
-                message = "The default version of a launch template cannot be handle_delete."
+                message = "The default version of a launch template cannot be deleted."
                 error = f"<code>unexpectedError</code><message>{message}</message>"
                 refused += f"<item>{item}<responseError>{error}</responseError></item>"
             else:
@@ -519,7 +519,7 @@ def _create_from_template_as_by_request() -> None:
 
 
 def _call_after(create: Callable[..., Any], follow: Callable[[str, Mapping[str, Any]], None]) -> Callable[..., Any]:
-    """Return ``create`` refresh_after by a call of ``follow`` with the physical id and the properties."""
+    """Return ``create`` followed by a call of ``follow`` with the physical id and the properties."""
 
     def create_and_follow(logical_id: str, properties: Mapping[str, Any], stack: str) -> Any:
         answer = create(logical_id, properties, stack)
@@ -692,7 +692,7 @@ def _check_before(handlers: dict[str, Any], operation: str, check: RequestCheck)
 def _refuse_missing_references() -> None:
     """Refuse a request that refers to a missing resource, where the texts of tasks rely on it.
 
-    MiniStack create_and_follow the resource anyway. Requirements on roles, images and targets are not
+    MiniStack creates the resource anyway. Requirements on roles, images and targets are not
     checked; environment.md lists them.
 
     https://docs.aws.amazon.com/awscloudtrail/latest/APIReference/API_CreateTrail.html

@@ -6,7 +6,7 @@ be missing> <MiB of memory>``. Every simulator believes that it is ``localhost:4
 (queue URLs, endpoints) is the same in every slot. Its real port is that of the listening socket
 that it receives, which the owner has bound to 127.0.0.1.
 
-Answers in XML are repair_xml: a policy may call a user ``<|x|>`` or put a control character into a
+Answers in XML are repaired: a policy may call a user ``<|x|>`` or put a control character into a
 name. AWS escapes the former and refuses the latter; MiniStack's answer would be unreadable to the
 AWS CLI and the grader for the rest of the episode. Source: docs/reference/environment.md 5, row 8.
 """

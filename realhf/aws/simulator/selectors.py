@@ -4,7 +4,7 @@ A selector restricts the resources that a read returns. If it is ignored, the an
 much without notice. ``selectors.json`` states for every read operation that agents can use which of
 its selectors are refused, and which filters of EC2 are applied here, with the place of their value;
 ``python -m tests.aws.validation.conformance --write`` creates it by trying each of them.
-``read_narrowings.yaml`` contains other selectors that are applied here. Both affect the requests of
+``narrowings.yaml`` contains other selectors that are applied here. Both affect the requests of
 agents and of tasks' command lines; the owner's requests bypass them.
 """
 
@@ -28,7 +28,7 @@ from realhf.aws.simulator.asgi_http import AsgiApp
 
 TABLE = Path(__file__).with_name("selectors.json")
 """The table of the package."""
-_NARROWINGS = Path(__file__).with_name("read_narrowings.yaml")
+_NARROWINGS = Path(__file__).with_name("narrowings.yaml")
 Rule = Literal["equal", "prefix", "path of the ARN", "not zero", "tag", "glob"]
 """How a value is compared with the requested ones."""
 
@@ -59,7 +59,7 @@ class Narrowing:
 
 @cache
 def read_narrowings() -> tuple[Narrowing, ...]:
-    """Return the selectors of ``read_narrowings.yaml``. Raises ValueError with the row for a malformed
+    """Return the selectors of ``narrowings.yaml``. Raises ValueError with the row for a malformed
     one."""
     selectors = []
     for row in yaml.load(_NARROWINGS.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader):

@@ -33,7 +33,7 @@ START_TIMEOUT_S = 30.0
 """Seconds that a simulator has to come up."""
 USABLE_S = 3.0
 """Seconds that a simulator and a worker have to answer before they are leased. A slower one is
-replaced, which is cheap; the requester waits meanwhile, and clients of a server time out after ten
+replaced, which is cheap; the requester waits for it, and clients of a server time out after ten
 seconds."""
 _CHECKED_BYTES = 1 << 20
 """Output limit of the environment's own commands, in bytes: a check must see the complete answer."""

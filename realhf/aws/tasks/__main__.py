@@ -1,5 +1,4 @@
-"""``python -m realhf.aws.tasks validate``: play every task against MiniStack and print a table of
-build_verdict_table.
+"""``python -m realhf.aws.tasks validate``: play every task against MiniStack and print a table of verdicts.
 
 ``python -m realhf.aws.tasks members tests/aws/validation/plays/*.yaml``: probe which members of
 requests MiniStack keeps, and rewrite the table that grading uses.

@@ -211,7 +211,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add = parser.add_argument
     default = " ".join(f"{kind}={share:g}" for kind, share in DEFAULT_MIX.items())
-    add("--out", type=Path, required=True, help="JSONL file to write; summarize_rows go to <out>.stats.json")
+    add("--out", type=Path, required=True, help="JSONL file to write; statistics go to <out>.stats.json")
     add("--episodes-per-task", type=int, default=20)
     add("--seed", type=int, default=0)
     add("--tiers", nargs="+", help="default: all")
