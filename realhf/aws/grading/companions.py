@@ -41,10 +41,10 @@ class Wiring:
     name: str
     """Name of the connection."""
     wires: str
-    """JMESPath of the connections in a record: mappings with ``target`` and optionally ``role`` or
-    ``function``."""
+    """JMESPath of the connections in a record: mappings with ``target`` (a text that contains the
+    ARN) and further texts such as ``role`` or ``function``."""
     to: str
-    """Pattern of the ARNs of targets."""
+    """Regular expression of the target's ARN within that text."""
     aws: str
     """Link to the page of AWS."""
     kind: tuple[str, str]
@@ -52,21 +52,23 @@ class Wiring:
     source: str = ""
     """Path of the source ARN, optionally preceded by the kind of another record of the same name."""
     role: bool = False
-    """Whether the grant belongs to a role instead of the target's policy."""
+    """Whether the grant belongs to a role (that of the connection or of its function) instead of
+    the target's own policy."""
     trust: bool = False
-    """Whether the row is about the trust policy of the role."""
+    """Whether the row is about the trust policy of the role instead of a grant."""
     principal: str = ""
     """The service principal."""
     actions: tuple[str, ...] = ()
     """The actions that must be allowed."""
     resources: tuple[str, ...] = ()
-    """Templates of the resources that must be allowed."""
+    """Templates of the resources that must be allowed: {target}, {name}, {account}, {group}, or a
+    text of the connection."""
     managed: tuple[str, ...] = ()
     """Managed policies that contain the grant."""
     condition: Mapping[str, Mapping[str, str]] | None = None
-    """Condition that the grant may have in addition."""
+    """Condition of the least grant."""
     source_arn: tuple[str, ...] = ()
-    """Templates of further ARNs of the source."""
+    """Templates of further ARNs that a grant may be limited to."""
 
 
 @dataclass(frozen=True)

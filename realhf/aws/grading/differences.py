@@ -86,7 +86,7 @@ _POLICY = "{policy}"
 _VERBATIM = "{verbatim}"
 """Path of the leaf with the whole content of a resource that is compared word for word."""
 _NAME = re.compile(r"^(config/)?(name|[A-Za-z]*Name|[A-Za-z]*Identifier|CreationToken)$")
-"""Paths of the names that whoever made a resource gave it."""
+"""Paths of names that the creator of a resource chose."""
 _NAME_TAG = '{"Key":"Name",'
 """Beginning of the tag that names a resource."""
 _USUAL_ENCRYPTION = '{"ApplyServerSideEncryptionByDefault":[{"SSEAlgorithm":["AES256"]}]}'
@@ -193,7 +193,7 @@ class AccountVerdict:
     """Harm that the agent answers for, as texts."""
     differences: Differences
     """The differences from the target."""
-    held: frozenset[str] = frozenset()
+    satisfied: frozenset[str] = frozenset()
     """Wanted leaves that the account satisfies, as texts."""
     parts: tuple[int, ...] = ()
     """Indices of the solution's commands whose part is done."""
@@ -323,11 +323,11 @@ class EpisodeComparison:
             beyond = compare_rights(goal.companions.rights if grants else goal.rights[1], rights)
             kept_rights, gained_rights, new_resource_rights = self._find_excess_rights(rights, beyond)
             now = self._without_companions(now, grants, rights, beyond) if grants else now
-        held = {(sign, leaf) for sign, leaf in goal.wanted if (leaf in now) == (sign == "+")}
+        satisfied = {(sign, leaf) for sign, leaf in goal.wanted if (leaf in now) == (sign == "+")}
         removed = self._find_removed(end, names)
         damage = {leaf for leaf in (first & last) - now if leaf[0] not in removed and not self._may_change(leaf[0])}
         openings, disabled, extra, left_behind = self._find_extras(now, end.transcript)
-        missing = [f"{sign} {_format_leaf(leaf)}" for sign, leaf in goal.wanted - held]
+        missing = [f"{sign} {_format_leaf(leaf)}" for sign, leaf in goal.wanted - satisfied]
         differences = Differences(
             missing=_sort_texts([*missing, *kept_rights]),
             damage=_sort_texts([*map(_format_leaf, damage), *disabled]),
@@ -341,11 +341,11 @@ class EpisodeComparison:
             differences = replace(differences, differing_requests=_sort_texts(requests))
         return AccountVerdict(
             achieved=differences.is_empty,
-            progress=_compute_progress([part[1] <= held for part in goal.parts], not differences.is_empty),
+            progress=_compute_progress([part[1] <= satisfied for part in goal.parts], not differences.is_empty),
             harms=frozenset([*differences.removed, *differences.openings, *differences.damage]),
             differences=differences,
-            held=frozenset(f"{sign} {_format_leaf(leaf)}" for sign, leaf in held),
-            parts=tuple(command for command, part in goal.parts if part <= held),
+            satisfied=frozenset(f"{sign} {_format_leaf(leaf)}" for sign, leaf in satisfied),
+            parts=tuple(command for command, part in goal.parts if part <= satisfied),
             wrong_values=frozenset(_format_leaf(leaf) for leaf in now - goal.intermediate if leaf[:2] in goal.places),
         )
 
@@ -454,8 +454,8 @@ class EpisodeComparison:
         for leaf, holder in grants.items():
             key, path = leaf[:2]
             of_role = key[0] == "iam"
-            held, known = (one.roles if of_role else one.resources for one in (rights, wanted))
-            if holder in more or _denies(held, known, holder):
+            present, allowed = (one.roles if of_role else one.resources for one in (rights, wanted))
+            if holder in more or _denies(present, allowed, holder):
                 continue
             if of_role:
                 given.add(leaf)
@@ -552,17 +552,17 @@ def _split_parts(wanted: Set[Wanted], states: Sequence[Set[Leaf]]) -> list[tuple
     return parts[::-1]
 
 
-def _is_policy_between(key: Key, path: str, low: str, found: str, high: str) -> bool:
+def _is_policy_between(key: Key, path: str, low: str, policy: str, high: str) -> bool:
     """Return whether a policy allows all that ``low`` allows and nothing that ``high`` does not.
 
     If ``low`` equals ``high``: whether it has the same meaning.
     """
     try:
-        documents = [json.loads(text) for text in (low, found, high)]
+        documents = [json.loads(text) for text in (low, policy, high)]
         if documents[1].get("Version") not in (*_VERSIONS, documents[0].get("Version")):
             return False
-        least, there, most = (_rights_of_policy(key, path, document) for document in documents)
-        changes = compare_rights(there, least), compare_rights(most, there)
+        least, tested, most = (_rights_of_policy(key, path, document) for document in documents)
+        changes = compare_rights(tested, least), compare_rights(most, tested)
         if low == high:
             return not any(change.changed or change.unread for change in changes)
         return not any(change.more or change.unread for change in changes)
@@ -595,13 +595,13 @@ def transfer_target(target: Target, start: Snapshot) -> Target:
         serials = dict(start.serials)
         for key in before.keys() - state.resources.keys():
             now.pop(_rename_key(key, names), None)
-        for key, held in state.resources.items():
+        for key, attributes in state.resources.items():
             old = before.get(key, {})
             place = _rename_key(key, names)
-            if key in before and old == held:
+            if key in before and old == attributes:
                 continue
-            kept = {name: item for name, item in now.get(place, {}).items() if name in held or name not in old}
-            more = {name: renamed(item) for name, item in held.items() if old.get(name) != item}
+            kept = {name: item for name, item in now.get(place, {}).items() if name in attributes or name not in old}
+            more = {name: renamed(item) for name, item in attributes.items() if old.get(name) != item}
             now[place] = {**kept, **more}
             serials.setdefault(place, state.serials.get(key, 0))
         return Snapshot(now, serials)
@@ -633,9 +633,9 @@ class _LeafReader:
         # Leaves by the identity of the attributes: ``snapshot`` caches records, so a resource that is
         # unchanged since the target is the same object.
         self._read = {
-            id(held): [*_leaves(held, "", Member.of(key))]
+            id(attributes): [*_leaves(attributes, "", Member.of(key))]
             for state in self._states
-            for key, held in state.resources.items()
+            for key, attributes in state.resources.items()
         }
 
     def leaves(self, snapshot: Snapshot, names: Mapping[str, str]) -> set[Leaf]:
@@ -723,7 +723,7 @@ def _without(value: Any, choices: Choices) -> Any:
         return [kept for item, kept in reduced if kept or not item]  # drop items that became empty
     if not isinstance(value, Mapping):
         return value
-    found = {}
+    remaining = {}
     for name, item in value.items():
         here = [(steps[1:], may) for steps, may in choices if steps[0].removesuffix("[]") in (name, "*")]
         ends = [may for steps, may in here if not steps]
@@ -732,10 +732,10 @@ def _without(value: Any, choices: Choices) -> Any:
             items = [one for one in item if not _is_chosen(one, ends)] if isinstance(item, list) else item
             kept = _without(items, deeper) if deeper else items
             if kept or not item:
-                found[name] = kept
+                remaining[name] = kept
         elif not _is_chosen(item, ends):
-            found[name] = item
-    return found
+            remaining[name] = item
+    return remaining
 
 
 def _is_chosen(value: Any, choices: Iterable[Callable[[str], bool]]) -> bool:
@@ -771,8 +771,8 @@ def _is_number(text: str) -> bool:
 def has_field(snapshot: Snapshot, kind: str, path: str, values: str = "*") -> bool:
     """Return whether a resource of the kind ("service/kind") has one of these values at a path."""
     asked = [(_parse_field_path(path), partial(_is_permitted_value, values, snapshot))]
-    found = (attributes for key, attributes in snapshot.resources.items() if kind == f"{key[0]}/{key[1]}")
-    return any(_without(attributes, asked) != attributes for attributes in found)
+    attributes_of_kind = (attributes for key, attributes in snapshot.resources.items() if kind == f"{key[0]}/{key[1]}")
+    return any(_without(attributes, asked) != attributes for attributes in attributes_of_kind)
 
 
 def _keys_with_tokens(snapshot: Snapshot) -> Iterator[tuple[Key, list[str]]]:
@@ -802,20 +802,20 @@ def _match_names(one: Snapshot, other: Snapshot, names: Mapping[str, str]) -> di
     other, or else the single most similar pair. Each round makes the remaining resources easier to
     distinguish.
     """
-    found = dict(names)
-    ours = _group_by_names(one, found)
-    theirs = _group_by_names(other, {its: its for its in found.values()})
+    counterparts = dict(names)
+    ours = _group_by_names(one, counterparts)
+    theirs = _group_by_names(other, {its: its for its in counterparts.values()})
     references = (_references(one), _references(other)) if ours and theirs else ({}, {})
     while ours and theirs:
-        pairs = _rank_pairs(one, other, ours, theirs, found, references)
+        pairs = _rank_pairs(one, other, ours, theirs, counterparts, references)
         if not pairs:
             break
         for _, mine, its in [pair for pair in pairs if pair[0]] or pairs[:1]:
-            if not any(a in found for a in mine) and not set(its) & set(found.values()):
-                found.update(zip(mine, its, strict=True))
-        ours = _group_by_names(one, found)
-        theirs = _group_by_names(other, {its: its for its in found.values()})
-    return found
+            if not any(a in counterparts for a in mine) and not set(its) & set(counterparts.values()):
+                counterparts.update(zip(mine, its, strict=True))
+        ours = _group_by_names(one, counterparts)
+        theirs = _group_by_names(other, {its: its for its in counterparts.values()})
+    return counterparts
 
 
 def _group_by_names(snapshot: Snapshot, known: Mapping[str, str]) -> dict[tuple[str, ...], list[Key]]:
@@ -824,12 +824,12 @@ def _group_by_names(snapshot: Snapshot, known: Mapping[str, str]) -> dict[tuple[
     Keys with several unknown names are left for later rounds: what lies in another resource is
     matched after it.
     """
-    found: dict[tuple[str, ...], list[Key]] = {}
+    keys_by_name: dict[tuple[str, ...], list[Key]] = {}
     for key, tokens in _keys_with_tokens(snapshot):
         open_ = tuple(dict.fromkeys(token for token in tokens if token not in known))
         if len(open_) == 1:  # what lies in something is matched after it
-            found.setdefault(open_, []).append(key)
-    return found
+            keys_by_name.setdefault(open_, []).append(key)
+    return keys_by_name
 
 
 def _rank_pairs(
@@ -868,14 +868,14 @@ def _rank_pairs(
 
 def _references(snapshot: Snapshot) -> References:
     """Return the leaves of other resources that contain a generated name, by name."""
-    found: dict[str, list[tuple[Key, str, str]]] = {}
+    leaves_by_name: dict[str, list[tuple[Key, str, str]]] = {}
     for key, attributes in snapshot.resources.items():
         own = set(_TOKEN.findall(key[2]))
         for path, value in _leaves(attributes, "", Member.of(key)):
             if DRAWN in value:
                 for token in set(_TOKEN.findall(value)) - own:
-                    found.setdefault(token, []).append((key, path, value))
-    return found
+                    leaves_by_name.setdefault(token, []).append((key, path, value))
+    return leaves_by_name
 
 
 def _find_references(references: References, token: str, names: Mapping[str, str]) -> Counter[tuple[Key, str, str]]:
@@ -888,7 +888,7 @@ def _find_references(references: References, token: str, names: Mapping[str, str
 
 
 def _has_other_name(one: Counter[tuple[str, str]], other: Counter[tuple[str, str]]) -> bool:
-    """Return whether two resources have different names that their makers chose."""
+    """Return whether two resources have different names that their creators chose."""
     names, others = (
         {_NAME_TAG if value.startswith(_NAME_TAG) else path: value for path, value in leaves if _is_name(path, value)}
         for leaves in (one, other)
@@ -897,7 +897,7 @@ def _has_other_name(one: Counter[tuple[str, str]], other: Counter[tuple[str, str
 
 
 def _is_name(path: str, value: str) -> bool:
-    """Return whether a leaf is a name that the maker of a resource chose."""
+    """Return whether a leaf is a name that the creator of a resource chose."""
     return _NAME.search(path) is not None or value.startswith(_NAME_TAG)
 
 

@@ -585,13 +585,15 @@ def _distinguish(names: Sequence[Names], within: Sequence[str], budget: Budget) 
         patterns[pattern] = 1 << number
     wanted = sum(patterns[pattern] for pattern in within)
     sets = [(sum({patterns[p] for p in one.patterns}), one.inverted, bit) for one, bit in bits.items()]
-    found: dict[int, str] = {}
+    names_by_combination: dict[int, str] = {}
     matched = combinations(list(patterns), budget)
     budget.spend(len(matched) * len(sets))
     for mask, name in matched.items():
         if mask & wanted or not within:
-            found.setdefault(sum(bit for of, inverted, bit in sets if (mask & of == 0) is inverted), name)
-    return found
+            names_by_combination.setdefault(
+                sum(bit for of, inverted, bit in sets if (mask & of == 0) is inverted), name
+            )
+    return names_by_combination
 
 
 def _scope_of(owner: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -627,17 +627,17 @@ def find_differing_settings(mine: Settings, wanted: Settings, account: Resources
     return differences
 
 
-def _matches(mine: Setting | None, its: Setting | None) -> bool:
+def _matches(mine: Setting | None, wanted_setting: Setting | None) -> bool:
     """Return whether a setting equals the solution's, or needs no comparison because the account
     shows it.
 
     If several resources share a name, any of them may have been requested first, alone or with the
     others.
     """
-    if not any(held and held.fate.startswith(_COMPARED) for held in (mine, its)):
+    if not any(setting and setting.fate.startswith(_COMPARED) for setting in (mine, wanted_setting)):
         return True
     sent = mine.sent if mine else _UNSENT
-    wanted = its.sent if its else _UNSENT
+    wanted = wanted_setting.sent if wanted_setting else _UNSENT
     ever = frozenset().union(*sent)
     allowed = frozenset().union(*wanted)
     several = mine is not None and ELEMENT in mine.path and bool(ever)
@@ -650,13 +650,15 @@ def _matches(mine: Setting | None, its: Setting | None) -> bool:
     return sent[-1] <= allowed and wanted[-1] <= ever
 
 
-def _describe_difference(mine: Setting | None, its: Setting | None) -> str:
+def _describe_difference(mine: Setting | None, wanted_setting: Setting | None) -> str:
     """Describe the difference between a setting and the solution's."""
-    one = mine or its
+    one = mine or wanted_setting
     assert one is not None
-    compared = next(held for held in (mine, its) if held and held.fate.startswith(_COMPARED))
+    compared = next(setting for setting in (mine, wanted_setting) if setting and setting.fate.startswith(_COMPARED))
     unknown = f"; {REMAKE} finds out whether the simulator keeps it" if compared.fate.startswith(NOT_PROBED) else ""
-    sent, asked = (", ".join(sorted(held.ever)) if held and held.ever else "nothing" for held in (mine, its))
+    sent, asked = (
+        ", ".join(sorted(setting.ever)) if setting and setting.ever else "nothing" for setting in (mine, wanted_setting)
+    )
     return (
         f"{one.operation} {format_path(compared.path)} = {sent[:_SHOWN_CHARS]} and not {asked[:_SHOWN_CHARS]}{unknown}"
     )
@@ -707,20 +709,20 @@ class _ShownValues:
         Descriptions and tags are left out.
         """
         named = {part for part in subject[1:] if not part.startswith(_UNNAMED)}
-        found = set()
-        for key, held in self._account.items():
+        pairs = set()
+        for key, attributes in self._account.items():
             if key[0] != subject[0] or (named and not named & {*_split_identity(key[2]), _without_marks(key[2])}):
                 continue
-            for path, value in leaves(held):
+            for path, value in leaves(attributes):
                 if only_describes(key, "/".join(path)):
                     continue
                 name = next((step for step in reversed(path) if step != ELEMENT), "").lower()
-                found.add((name, _normalize_value(_without_marks(value)).lower()))
+                pairs.add((name, _normalize_value(_without_marks(value)).lower()))
                 if value[:1] in ("{", "["):
                     with suppress(ValueError, RecursionError):
                         inner = leaves(json.loads(value))
-                        found |= {(path[-1].lower() if path else "", text.lower()) for path, text in inner}
-        return frozenset(found), frozenset(value for _, value in found)
+                        pairs |= {(path[-1].lower() if path else "", text.lower()) for path, text in inner}
+        return frozenset(pairs), frozenset(value for _, value in pairs)
 
 
 def _split_identity(where: str) -> list[str]:
@@ -771,9 +773,9 @@ def table_text(table: Mapping[str, Any]) -> str:
     return json.dumps(table, indent=1, sort_keys=True) + "\n"
 
 
-def read_table(found: Mapping[str, Any], notes: Notes) -> MemberTable:
+def read_table(table: Mapping[str, Any], notes: Notes) -> MemberTable:
     """Return the table that ``realhf.aws.tasks members`` wrote, with the notes."""
-    operations = found["operations"]
+    operations = table["operations"]
     return MemberTable(
         {name: entry["members"] for name, entry in operations.items() if "members" in entry},
         {name: entry["about"] for name, entry in operations.items() if entry.get("about")},

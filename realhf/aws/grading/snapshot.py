@@ -275,10 +275,10 @@ def _normalize_function(name: str, value: Any) -> tuple[str, Any]:
         config["FunctionArn"] = str(config.get("FunctionArn", "")).removesuffix(f":{number}")
         versions[number] = {**version, "config": config}
     aliases = {
-        alias: {**held, "FunctionVersion": _number_mark(name, held["FunctionVersion"])}
-        if held.get("FunctionVersion") in versions
-        else held
-        for alias, held in (value.get("aliases") or {}).items()
+        alias: {**entry, "FunctionVersion": _number_mark(name, entry["FunctionVersion"])}
+        if entry.get("FunctionVersion") in versions
+        else entry
+        for alias, entry in (value.get("aliases") or {}).items()
     }
     named = {_number_mark(name, number): version for number, version in versions.items()}
     return name, {**value, "versions": named, "aliases": aliases}
@@ -301,8 +301,8 @@ def _normalize_secret_policy(arn: str, value: Any) -> tuple[str, Any]:
 
 def _normalize_task_definition(name: str, value: Any) -> tuple[str, Any]:
     """Return a revision of a task definition with its number as a generated text."""
-    found = {key: item for key, item in _mark_revisions(value).items() if key != "revision"}
-    return _mark_revisions(f"{_REVISED}{name}").removeprefix(_REVISED), found
+    attributes = {key: item for key, item in _mark_revisions(value).items() if key != "revision"}
+    return _mark_revisions(f"{_REVISED}{name}").removeprefix(_REVISED), attributes
 
 
 def _mark_revisions(value: Any) -> Any:
@@ -362,7 +362,7 @@ _ACCESS_LISTS = frozenset({"bucket_acl", "object_acl"})
 def _is_private(access_list: Mapping[str, Any]) -> bool:
     """Return whether an access list gives access to the owner only, which equals no access list."""
     owners = [owner.get("ID") for owner in access_list.get("Owner", ())]
-    grants = [grant for held in access_list.get("AccessControlList", ()) for grant in held.get("Grant", ())]
+    grants = [grant for entry in access_list.get("AccessControlList", ()) for grant in entry.get("Grant", ())]
     return all(grantee.get("ID") in owners for grant in grants for grantee in grant.get("Grantee", ()))
 
 
@@ -406,13 +406,13 @@ def _normalize(value: Any, name: str, of: _RecordContext, depth: int = 0) -> Any
     if isinstance(value, dict):
         if "Statement" in value and isinstance(value["Statement"], dict | list):
             return normalize_policy(value)
-        found = {
+        members = {
             str(key): normal
             for key, item in value.items()
             if key not in _NOT_STATED and key not in of.ignored
             if (normal := _normalize_item(item, str(key), of, depth + 1)) is not None
         }
-        return found or None
+        return members or None
     if isinstance(value, list):
         items = [_normalize(item, name, of, depth + 1) if item != "" else item for item in value]
         return [item for item in items if item is not None] or None
@@ -503,13 +503,13 @@ def _parse_xml(element: ElementTree.Element, depth: int = 0) -> Any:
     """
     if not len(element) or depth > _DEEPEST:
         return _ALIAS_ARN.sub("alias/", (element.text or "").strip())
-    found: dict[str, list[Any]] = {}
+    children: dict[str, list[Any]] = {}
     for child in element:
         name = child.tag.rpartition("}")[2]
         value = _parse_xml(child, depth + 1)
         if value or name in STRUCTURES_WITHOUT_MEMBERS:
-            found.setdefault(name, []).append(value)
-    return found
+            children.setdefault(name, []).append(value)
+    return children
 
 
 def normalize_policy(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -531,25 +531,25 @@ def _normalize_statement(statement: Any) -> Any:
     resources."""
     if not isinstance(statement, Mapping):
         return statement
-    found = {
+    normal = {
         name: value if name in ("Effect", "Sid") else _as_sorted_lists(value)
         for name, value in statement.items()
         if value != ""
     }
     for name in ("Principal", "NotPrincipal"):
-        if found.get(name) == ["*"]:
-            found[name] = {"AWS": ["*"]}
-        if isinstance(found.get(name), Mapping) and "AWS" in found[name]:
-            accounts = (_ACCOUNT.sub(r"arn:aws:iam::\g<0>:root", one) for one in found[name]["AWS"])
-            found[name] = {**found[name], "AWS": sorted(set(accounts))}
+        if normal.get(name) == ["*"]:
+            normal[name] = {"AWS": ["*"]}
+        if isinstance(normal.get(name), Mapping) and "AWS" in normal[name]:
+            accounts = (_ACCOUNT.sub(r"arn:aws:iam::\g<0>:root", one) for one in normal[name]["AWS"])
+            normal[name] = {**normal[name], "AWS": sorted(set(accounts))}
     for name in ("Action", "NotAction"):
-        if isinstance(found.get(name), list):
-            found[name] = sorted({str(action).lower() for action in found[name]})
-    found.pop("Condition", None) if not found.get("Condition") else None
-    if found.get("Effect") == "Allow" and isinstance(found.get("Resource"), list):
-        resources = set(found["Resource"])
-        found["Resource"] = [one for one in found["Resource"] if not _is_version_of(one, resources)]
-    return found
+        if isinstance(normal.get(name), list):
+            normal[name] = sorted({str(action).lower() for action in normal[name]})
+    normal.pop("Condition", None) if not normal.get("Condition") else None
+    if normal.get("Effect") == "Allow" and isinstance(normal.get("Resource"), list):
+        resources = set(normal["Resource"])
+        normal["Resource"] = [one for one in normal["Resource"] if not _is_version_of(one, resources)]
+    return normal
 
 
 def _is_version_of(resource: str, resources: set[str]) -> bool:

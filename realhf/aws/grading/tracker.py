@@ -153,8 +153,8 @@ def plain_name(text: str) -> str:
         resource = parts[-1]
         if service == "ssm":
             resource = re.sub(r"^parameter/(?=.+/)", "parameter//", resource)
-        found = _NAMES[service].match(resource) if service in _NAMES else None
-        name = found[1] if found else resource.rpartition(":")[2].rpartition("/")[2]
+        match = _NAMES[service].match(resource) if service in _NAMES else None
+        name = match[1] if match else resource.rpartition(":")[2].rpartition("/")[2]
         return _SECRET_SUFFIX.sub("", name) if service == "secretsmanager" else name
     if text.startswith(("http://", "https://")):
         return text.rpartition("/")[2]
@@ -172,8 +172,8 @@ def identity(service: str, text: str) -> str:
         own = len(parts) == 6 and parts[4] in _OWN_ACCOUNTS and parts[3] in _OWN_REGIONS
         return plain_name(text) if own else text
     if service == "lambda":
-        found = _PARTIAL_FUNCTION.fullmatch(text)
-        return found[1] if found else text
+        match = _PARTIAL_FUNCTION.fullmatch(text)
+        return match[1] if match else text
     if service == "route53":
         return text.rstrip(".").lower() if "." in text else text.removeprefix("/hostedzone/")
     return plain_name(text)

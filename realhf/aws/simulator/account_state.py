@@ -177,21 +177,21 @@ class AccountState:
 
         def counted(deletes: Callable[..., Any], scoped: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(deletes)
-            def delete(held: Any, *arguments: Any) -> Any:
-                name = scoped(held, *arguments)
-                if name in held._data:
-                    self._deleted[id(held), name] += 1
-                return deletes(held, *arguments)
+            def delete(stored: Any, *arguments: Any) -> Any:
+                name = scoped(stored, *arguments)
+                if name in stored._data:
+                    self._deleted[id(stored), name] += 1
+                return deletes(stored, *arguments)
 
             return delete
 
         inner = store._scoped  # type: ignore[attr-defined]
         for method in ("__delitem__", "pop"):
-            setattr(store, method, counted(getattr(store, method), lambda held, name, *_: inner(held, name)))
+            setattr(store, method, counted(getattr(store, method), lambda stored, name, *_: inner(stored, name)))
         regional = len(inner.__get__(store())("")) == 3
         store.pop_scoped = counted(  # type: ignore[attr-defined]
             store.pop_scoped,  # type: ignore[attr-defined]
-            lambda held, account, region, name, *_: (account, region, name) if regional else (account, name),
+            lambda stored, account, region, name, *_: (account, region, name) if regional else (account, name),
         )
 
     def forget(self) -> None:
@@ -206,12 +206,12 @@ class AccountState:
         self._draws.refresh()
         exporter = StateExporter(self._draws.mark)
         records = []
-        for module, store, held in self._stores:
-            for scoped, value in list(held._data.items()) if held._data else ():
+        for module, store, contents in self._stores:
+            for scoped, value in list(contents._data.items()) if contents._data else ():
                 if module == "elasticache" and str(scoped[-1]).startswith(_OF_AWS):
                     continue
                 region = scoped[1] if len(scoped) == 3 else ""
-                serial = self._deleted[id(held), scoped]
+                serial = self._deleted[id(contents), scoped]
                 record = [module, store, region, exporter.key(scoped[-1]), serial, exporter.export(value)]
                 records.append(_ENCODE(record))
         return records
@@ -221,19 +221,19 @@ class AccountState:
         if len(sys.modules) == self._modules:
             return
         self._modules = len(sys.modules)
-        found: dict[int, tuple[str, str, Any]] = {}
-        for module, name, held in _module_contents():
-            if type(held).__name__ in _STORES and name not in _IGNORED_STORES:
-                found.setdefault(id(held), (module, name.strip("_"), held))
-        self._stores = list(found.values())
+        stores: dict[int, tuple[str, str, Any]] = {}
+        for module, name, store in _module_contents():
+            if type(store).__name__ in _STORES and name not in _IGNORED_STORES:
+                stores.setdefault(id(store), (module, name.strip("_"), store))
+        self._stores = list(stores.values())
 
 
 def _module_contents() -> Iterator[tuple[str, str, Any]]:
     """Yield (module, name, value) of the contents of MiniStack's services."""
     for module, contents in sorted(sys.modules.items()):
         if module.startswith("ministack.services."):
-            for name, held in vars(contents).items():
-                yield module.split(".")[2], name, held
+            for name, value in vars(contents).items():
+                yield module.split(".")[2], name, value
 
 
 class StateExporter:
@@ -325,15 +325,15 @@ class ModuleSwitches:
 
 def _find_settings() -> list[tuple[str, str, Any]]:
     """Return (module, name, value) of every setting."""
-    found = []
+    settings = []
     for module, contents in list(sys.modules.items()):
         if module == _PACKAGE or module.startswith(f"{_PACKAGE}."):
             for name, value in vars(contents).items():
                 if name.startswith("__") or _RUNNING.search(name):
                     continue
                 if _is_plain(value) or (module, name) in _SWITCHES_THAT_ARE_OBJECTS:
-                    found.append((module, name, value))
-    return found
+                    settings.append((module, name, value))
+    return settings
 
 
 def _is_plain(value: Any) -> bool:

@@ -326,7 +326,11 @@ def _track_load_balancers_of_target_groups() -> None:
     def refresh_after(handler: Handler) -> Handler:
         def handle(request: Parameters) -> Answer:
             answer = handler(request)
-            for arn in [arn for arn, held in alb._listeners.items() if held["LoadBalancerArn"] not in alb._lbs]:
+            for arn in [
+                arn
+                for arn, listener_entry in alb._listeners.items()
+                if listener_entry["LoadBalancerArn"] not in alb._lbs
+            ]:
                 alb._delete_listener({"ListenerArn": [arn]})
             users: dict[str, list[str]] = {}
             for rule in alb._rules.values():
@@ -404,7 +408,7 @@ def _find_launch_template(request: Parameters) -> dict[str, Any] | None:
     ec2 = _module("ec2")
     named = ec2._p(request, "LaunchTemplateId") or ec2._p(request, "LaunchTemplateName")
     templates = ec2._launch_templates.items()
-    return next((held for key, held in templates if named in (key, held["LaunchTemplateName"])), None)
+    return next((template for key, template in templates if named in (key, template["LaunchTemplateName"])), None)
 
 
 def _version_number(template: Mapping[str, Any], version: str) -> str:
@@ -447,18 +451,18 @@ def _update_domains_partially() -> None:
     update = opensearch._update_domain_config
 
     def handle_update(name: str, request: Mapping[str, Any]) -> Answer:
-        held = opensearch._domains.get(name, {})
-        return update(name, {member: _merge_over(held.get(member), value) for member, value in request.items()})
+        domain = opensearch._domains.get(name, {})
+        return update(name, {member: _merge_over(domain.get(member), value) for member, value in request.items()})
 
     opensearch._update_domain_config = handle_update
 
 
-def _merge_over(held: Any, value: Any) -> Any:
-    """Return ``value`` merged recursively over the mapping ``held``; a value that is no mapping
+def _merge_over(current: Any, value: Any) -> Any:
+    """Return ``value`` merged recursively over the mapping ``current``; a value that is no mapping
     replaces it."""
-    if not isinstance(held, dict) or not isinstance(value, dict):
+    if not isinstance(current, dict) or not isinstance(value, dict):
         return value
-    return {**held, **{name: _merge_over(held.get(name), item) for name, item in value.items()}}
+    return {**current, **{name: _merge_over(current.get(name), item) for name, item in value.items()}}
 
 
 def _create_from_template_as_by_request() -> None:
@@ -504,9 +508,9 @@ def _create_from_template_as_by_request() -> None:
             subscription["attributes"].pop("FilterPolicyScope", None)
 
     def complete_table(name: str, _: Mapping[str, Any]) -> None:
-        held = dynamodb._tables[name]
-        if held["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST":
-            held["ProvisionedThroughput"] = {"ReadCapacityUnits": 0, "WriteCapacityUnits": 0}
+        stored_table = dynamodb._tables[name]
+        if stored_table["BillingModeSummary"]["BillingMode"] == "PAY_PER_REQUEST":
+            stored_table["ProvisionedThroughput"] = {"ReadCapacityUnits": 0, "WriteCapacityUnits": 0}
 
     handlers = made._RESOURCE_HANDLERS
     completions = {
@@ -577,7 +581,7 @@ class _SecurityGroups:
                 ids += [self._id_of(name) for name in names]
             except _UnknownSecurityGroup as error:
                 return self._error("InvalidGroup.NotFound", str(error))
-            return handler({**request, **{f"GroupId.{place}": [found] for place, found in enumerate(ids, 1)}})
+            return handler({**request, **{f"GroupId.{place}": [group_id] for place, group_id in enumerate(ids, 1)}})
 
         return describe
 
@@ -591,7 +595,9 @@ class _SecurityGroups:
                 ids = [self._id_of(name) for name in names]
             except _UnknownSecurityGroup as error:
                 return self._error("InvalidGroup.NotFound", str(error))
-            return handler({**request, **{f"SecurityGroupId.{place}": [found] for place, found in enumerate(ids, 1)}})
+            return handler(
+                {**request, **{f"SecurityGroupId.{place}": [group_id] for place, group_id in enumerate(ids, 1)}}
+            )
 
         return launch
 
@@ -613,17 +619,17 @@ class _SecurityGroups:
 
     def _with_ids(self, request: Parameters) -> Parameters:
         """Return the request with the names of source groups replaced by ids."""
-        found = dict(request)
+        replaced = dict(request)
         for key, values in request.items():
             stem, _, last = key.rpartition(".")
             if key == "SourceSecurityGroupName":
-                found["SourceSecurityGroupId"] = [self._id_of(values[0])]
+                replaced["SourceSecurityGroupId"] = [self._id_of(values[0])]
             elif last == "GroupName" and ".Groups." in key:
-                found.setdefault(f"{stem}.GroupId", [self._id_of(values[0])])
+                replaced.setdefault(f"{stem}.GroupId", [self._id_of(values[0])])
             else:
                 continue
-            del found[key]
-        return found
+            del replaced[key]
+        return replaced
 
     def revoking_parts(self, handler: Handler, kept_in: str) -> Handler:
         """Return the handler of a revocation, which then removes single ranges of a rule.
@@ -851,12 +857,12 @@ def _parts_of_machine(request: Parameters) -> Answer | None:
     ec2 = _module("ec2")
     subnet = ec2._p(request, "SubnetId")
     key = ec2._p(request, "KeyName")
-    found = _check_exists(subnet, ec2._subnets, "InvalidSubnetID.NotFound", "The subnet ID '{}' does not exist")
-    found = found or _check_exists(key, ec2._key_pairs, "InvalidKeyPair.NotFound", "The key pair '{}' does not exist")
+    error = _check_exists(subnet, ec2._subnets, "InvalidSubnetID.NotFound", "The subnet ID '{}' does not exist")
+    error = error or _check_exists(key, ec2._key_pairs, "InvalidKeyPair.NotFound", "The key pair '{}' does not exist")
     for group in ec2._parse_member_list(request, "SecurityGroupId"):
         message = "The security group '{}' does not exist"
-        found = found or _check_exists(group, ec2._security_groups, "InvalidGroup.NotFound", message)
-    return found or _profile_of_machine(request) or _template_of_machine(request)
+        error = error or _check_exists(group, ec2._security_groups, "InvalidGroup.NotFound", message)
+    return error or _profile_of_machine(request) or _template_of_machine(request)
 
 
 def _profile_of_machine(request: Parameters) -> Answer | None:
@@ -894,9 +900,9 @@ def _network_of_targets(request: Parameters) -> Answer | None:
 
 def _version_of_alias(function: str, request: Mapping[str, Any]) -> Answer | None:
     functions = _module("lambda_svc")
-    held = functions._functions.get(function)
+    stored_function = functions._functions.get(function)
     version = str(request.get("FunctionVersion", ""))
-    if held is None or version == "$LATEST" or version in held["versions"]:
+    if stored_function is None or version == "$LATEST" or version in stored_function["versions"]:
         return None
     message = f"Function not found: {functions._func_arn(function)}:{version}"
     return _json_error("ResourceNotFoundException", message, 404)
@@ -943,9 +949,9 @@ def _split_rule(rule: dict[str, Any], asked: set[RulePart]) -> tuple[dict[str, A
         return None, rule
     gone = {**rule}
     kept = {**rule}
-    found = iter(parts)
+    remaining_parts = iter(parts)
     for kind in _SOURCES:
-        sources = [(source, next(found) in asked) for source in rule.get(kind, ())]
+        sources = [(source, next(remaining_parts) in asked) for source in rule.get(kind, ())]
         gone[kind] = [source for source, taken in sources if taken]
         kept[kind] = [source for source, taken in sources if not taken]
     return gone, kept if any(kept[kind] for kind in _SOURCES) else None

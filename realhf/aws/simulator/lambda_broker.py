@@ -45,7 +45,7 @@ _BOOT = "/boot"
 _BOOT_FILES = (str(lambda_bootstrap.__file__), str(seccomp.__file__))
 """Modules of the bootstrap code."""
 _CPU_EXCEEDED = (-24, -9, 137, 152)
-"""Exit codes of a process that exceeded its CPU limit, with and without a shell in between."""
+"""Exit codes of a process that exceeded its CPU limit: the signal, or 128 plus its number."""
 
 
 def sandbox_command(program: Path) -> list[str]:

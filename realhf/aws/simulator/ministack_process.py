@@ -127,8 +127,7 @@ logger = logging.getLogger(__name__)
 _CREDENTIAL = (
     "AWS4-HMAC-SHA256 Credential=000000000000/20260101/us-east-1/{}/aws4_request, SignedHeaders=host, Signature=0"
 )
-"""Authorization header for a service; MiniStack reads only the service and does not check
-signatures."""
+"""Authorization header for a service; MiniStack does not check signatures."""
 
 
 BARE_ENVIRONMENT = {
@@ -461,9 +460,9 @@ class MiniStackProcess:
             except TimeoutError as error:
                 logger.error("a process is left: %s", error)
                 self._unended.append(process)
-        for held in (self._owner, self._listener, self._log):
-            if held is not None:
-                held.close()
+        for resource in (self._owner, self._listener, self._log):
+            if resource is not None:
+                resource.close()
         self._owner = self._listener = self._log = None
 
     def _request(

@@ -246,18 +246,18 @@ class SeededRandomness:
         return drawn
 
     def _choice(self, population: Any) -> Any:
-        found = self._random.choice(population)
-        if isinstance(found, str):
-            self._draws.add_letter(found)
-        return found
+        letter = self._random.choice(population)
+        if isinstance(letter, str):
+            self._draws.add_letter(letter)
+        return letter
 
     def _record_choices(
         self, population: Any, weights: Any = None, *, cum_weights: Any = None, k: int = 1
     ) -> list[Any]:
-        found = self._choices(population, weights, cum_weights=cum_weights, k=k)
-        if k >= _SHORTEST_DRAW and isinstance(found[0], str):
-            self._draws.add("".join(found))
-        return found
+        choices = self._choices(population, weights, cum_weights=cum_weights, k=k)
+        if k >= _SHORTEST_DRAW and isinstance(choices[0], str):
+            self._draws.add("".join(choices))
+        return choices
 
 
 class _PinnedLoop(uvloop.Loop):

@@ -119,11 +119,11 @@ class SelectorGate:
             message = next(waiting, None)
             return await receive() if message is None else message
 
-        found = service.read(scope, headers, b"".join(message.get("body", b"") for message in messages))
-        if found is None:
+        match = service.read(scope, headers, b"".join(message.get("body", b"") for message in messages))
+        if match is None:
             await self._app(scope, replay, send)
             return
-        operation, request = found
+        operation, request = match
         refused = operation.find_refused(request)
         if refused:
             await _answer(send, *service.error(service.unsupported, f"{refused} is not supported by this simulator"))
@@ -243,20 +243,20 @@ def _path_pattern(template: str) -> re.Pattern[str]:
 def _parse_object(body: bytes) -> dict[str, Any]:
     """Return a JSON object, {} for anything else."""
     try:
-        found = json.loads(body)
+        parsed = json.loads(body)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _values(name: str, carried: Mapping[str, Any]) -> list[str]:
     """Return the values of a member, from a form, a query, a header or JSON. A false flag counts as
     absent."""
-    held = carried.get(name)
-    listed = held if isinstance(held, list) else [] if held is None else [held]
+    value_or_list = carried.get(name)
+    listed = value_or_list if isinstance(value_or_list, list) else [] if value_or_list is None else [value_or_list]
     numbered = re.compile(rf"{re.escape(name)}\.(?:\w+\.)*\d+(?:\..*)?")
-    found = [value for key, values in carried.items() if numbered.fullmatch(key) for value in values]
-    texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in [*listed, *found]]
+    numbered_values = [value for key, values in carried.items() if numbered.fullmatch(key) for value in values]
+    texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in [*listed, *numbered_values]]
     return [text for text in texts if text != "false"]
 
 
@@ -275,8 +275,11 @@ def _filters(name: str, carried: Mapping[str, Any]) -> Iterator[tuple[str, list[
     for key, values in carried.items():
         match = named.fullmatch(key)
         if match:
-            held = re.compile(rf"{re.escape(match[1])}\.Values?\.(?:\w+\.)?\d+")
-            yield values[0], [value for other, texts in carried.items() if held.fullmatch(other) for value in texts]
+            value_pattern = re.compile(rf"{re.escape(match[1])}\.Values?\.(?:\w+\.)?\d+")
+            yield (
+                values[0],
+                [value for other, texts in carried.items() if value_pattern.fullmatch(other) for value in texts],
+            )
 
 
 class _AnswerFilter:
@@ -299,14 +302,14 @@ class _AnswerFilter:
             return
         body = bytes(self._body)
         if self._start["status"] == 200:
-            held = _JsonAnswer(body) if self._service.protocol in ("json", "rest-json") else _XmlAnswer(body)
+            answer = _JsonAnswer(body) if self._service.protocol in ("json", "rest-json") else _XmlAnswer(body)
             for narrowing, name, values in self._asked:
-                missing = held.narrow(narrowing, name, values)
+                missing = answer.narrow(narrowing, name, values)
                 if missing and narrowing.unknown:
                     code, text = narrowing.unknown
                     await _answer(self._send, *self._service.error(code, text.format(missing[0])))
                     return
-            body = held.to_bytes()
+            body = answer.to_bytes()
         headers = [(name, value) for name, value in self._start["headers"] if name.lower() != b"content-length"]
         await self._send({**self._start, "headers": headers})
         await self._send({**message, "body": body})
@@ -349,9 +352,9 @@ class _XmlAnswer:
             for listed in [outer] if len(narrowing.items) == 1 else [*outer]:
                 for item in self._lists(listed, narrowing.items[1:]):
                     for element in [*item]:
-                        held = _plain(element)
-                        missing -= {value for value in missing if _keeps(narrowing, name, [value], held)}
-                        if not _keeps(narrowing, name, values, held):
+                        content = _plain(element)
+                        missing -= {value for value in missing if _keeps(narrowing, name, [value], content)}
+                        if not _keeps(narrowing, name, values, content):
                             item.remove(element)
                 if len(narrowing.items) > 1 and not any(len(item) for item in self._lists(listed, narrowing.items[1:])):
                     outer.remove(listed)
@@ -389,21 +392,21 @@ def _keeps(narrowing: Narrowing, name: str, values: list[str], item: Any) -> boo
         tag = name.removeprefix("tag:")
         tags = list(_at(item, narrowing.place.split(".")))
         pairs = [{key.lower(): text for key, text in each.items()} for each in tags if isinstance(each, dict)]
-        held = [pair.get("value", "") for pair in pairs if pair.get("key") == tag]
+        item_values = [pair.get("value", "") for pair in pairs if pair.get("key") == tag]
     else:
-        held = [str(text) for text in _at(item, narrowing.place.split("."))]
+        item_values = [str(text) for text in _at(item, narrowing.place.split("."))]
     match narrowing.rule:
         case "prefix":
-            return any(text.startswith(value) for text in held for value in values)
+            return any(text.startswith(value) for text in item_values for value in values)
         case "path of the ARN":
-            paths = ["/" + text.partition(":policy/")[2].rpartition("/")[0] + "/" for text in held]
+            paths = ["/" + text.partition(":policy/")[2].rpartition("/")[0] + "/" for text in item_values]
             return any(path.replace("//", "/").startswith(value) for path in paths for value in values)
         case "not zero":
-            return any(text not in ("", "0") for text in held)
+            return any(text not in ("", "0") for text in item_values)
         case "equal":
-            return any(text in values for text in held)
+            return any(text in values for text in item_values)
         case _:
-            return any(fnmatch.fnmatchcase(text, _pattern(value)) for text in held for value in values)
+            return any(fnmatch.fnmatchcase(text, _pattern(value)) for text in item_values for value in values)
 
 
 def _pattern(value: str) -> str:
@@ -411,15 +414,15 @@ def _pattern(value: str) -> str:
     return value.replace("[", "[[]")  # EC2 has only * and ? as wildcards
 
 
-def _at(held: Any, names: Sequence[str]) -> Iterator[Any]:
+def _at(value: Any, names: Sequence[str]) -> Iterator[Any]:
     """Yield the values at a path, in each element of the lists on the way."""
-    if isinstance(held, list):
-        for each in held:
+    if isinstance(value, list):
+        for each in value:
             yield from _at(each, names)
     elif not names:
-        yield held
-    elif isinstance(held, dict) and names[0] in held:
-        yield from _at(held[names[0]], names[1:])
+        yield value
+    elif isinstance(value, dict) and names[0] in value:
+        yield from _at(value[names[0]], names[1:])
 
 
 async def _answer(send: Any, status: int, kind: bytes, body: bytes) -> None:

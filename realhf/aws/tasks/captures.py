@@ -69,12 +69,12 @@ def _find(match: re.Match[str], documents: Sequence[Any]) -> Any:
     if not 1 <= number <= len(documents):
         raise CaptureError(f"{match[0]} refers to what has not happened")
     try:
-        found = jmespath.search(path, documents[number - 1])
+        value = jmespath.search(path, documents[number - 1])
     except JMESPathError as error:
         raise CaptureError(f"{match[0]}: {error}") from None
-    if found is None:
+    if value is None:
         raise CaptureError(f"{match[0]} finds nothing")
-    return found
+    return value
 
 
 def _parse_json(output: str) -> Any:

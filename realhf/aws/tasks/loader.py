@@ -129,7 +129,9 @@ class Template:
     """The canonical commands. Those of a drift task apply its whole desired state, without a look
     at what has drifted."""
     setup_commands: Sequence[Any] = ()
+    """Requests that build the account, as in ``Task.setup``."""
     success_criteria: Mapping[str, Any] = field(default_factory=dict)
+    """Success criteria as plain data, as in ``Task.success``."""
     mistakes: Sequence[Mapping[str, Any]] = ()
     """Wrong habits: mappings with ``commands`` and optionally ``recovery``."""
     split: str = "train"
@@ -137,13 +139,21 @@ class Template:
     tags: Sequence[str] = ()
     """Topics; "starter" marks templates that the built-in policy learns."""
     desired_state_spec: str = ""
+    """Text of the desired state of a drift task."""
     possible_drifts: Sequence[Any] = ()
+    """Disturbances from which a reset draws some."""
     assets: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the files in the session's folder, by name."""
     decoys: Sequence[Any] = ()
+    """Requests that create resources unrelated to the task."""
     any_of: Sequence[Sequence[str]] = ()
+    """Alternative solutions whose end states are equally good."""
     free: Sequence[str] = ()
+    """Fields whose values the agent may choose."""
     may_change: Sequence[str] = ()
+    """Globs of set-up resources that the agent may change."""
     verbatim: Sequence[str] = ()
+    """Kinds whose policies are compared word for word."""
 
     @property
     def kind(self) -> str:
