@@ -579,18 +579,18 @@ def transfer_target(target: Target, start: Snapshot) -> Target:
     before = target.start.resources
     names = _match_names(target.start, start, {})
 
-    def renamed(value: Any) -> Any:
+    def rename(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {renamed(name): renamed(item) for name, item in value.items()}
+            return {rename(name): rename(item) for name, item in value.items()}
         if isinstance(value, list):
-            return [renamed(item) for item in value]
+            return [rename(item) for item in value]
         return (
             _TOKEN.sub(lambda match: f"{DRAWN}{names.get(match[1], match[1])}{END_DRAWN}", value)
             if (isinstance(value, str) and DRAWN in value)
             else value
         )
 
-    def changed(state: Snapshot) -> Snapshot:
+    def apply_changes(state: Snapshot) -> Snapshot:
         now = dict(start.resources)
         serials = dict(start.serials)
         for key in before.keys() - state.resources.keys():
@@ -601,13 +601,13 @@ def transfer_target(target: Target, start: Snapshot) -> Target:
             if key in before and old == attributes:
                 continue
             kept = {name: item for name, item in now.get(place, {}).items() if name in attributes or name not in old}
-            more = {name: renamed(item) for name, item in attributes.items() if old.get(name) != item}
+            more = {name: rename(item) for name, item in attributes.items() if old.get(name) != item}
             now[place] = {**kept, **more}
             serials.setdefault(place, state.serials.get(key, 0))
         return Snapshot(now, serials)
 
-    states = tuple(map(changed, target.states))
-    others = tuple(map(changed, target.others))
+    states = tuple(map(apply_changes, target.states))
+    others = tuple(map(apply_changes, target.others))
     return replace(target, start=start, states=states, others=others)
 
 
@@ -641,13 +641,13 @@ class _LeafReader:
     def leaves(self, snapshot: Snapshot, names: Mapping[str, str]) -> set[Leaf]:
         """Return the leaves of a snapshot; generated texts are replaced by the target's, ``names``."""
 
-        def renamed(match: re.Match[str]) -> str:
+        def rename(match: re.Match[str]) -> str:
             token = names.get(match[1], "" if names else match[1])
             return f"{DRAWN}{token}{END_DRAWN}" if token in self._known or token.startswith(OWN) else _ANY
 
         counted: Counter[tuple[Key, str, str]] = Counter()
         for key, attributes in snapshot.resources.items():
-            place = key if DRAWN not in key[2] else (key[0], key[1], _TOKEN.sub(renamed, key[2]))
+            place = key if DRAWN not in key[2] else (key[0], key[1], _TOKEN.sub(rename, key[2]))
             free = [
                 (steps, partial(_is_permitted_value, values, snapshot))
                 for steps, values in self._free.get(f"{key[0]}/{key[1]}", ())
@@ -660,7 +660,7 @@ class _LeafReader:
                 read = [*read, (_VERBATIM, canonical(attributes, Member.of(key)))]
             for path, value in read:
                 if DRAWN in value:
-                    value = _TOKEN.sub(renamed, value)
+                    value = _TOKEN.sub(rename, value)
                 counted[place, path, value] += 1
         return {(*leaf, number) for leaf, count in counted.items() for number in range(count)}
 

@@ -3,7 +3,7 @@ modules.
 
 All resources of MiniStack are in its scoped stores, which are read directly instead of through its
 operations: content that no operation shows (bytes of an object, waiting messages) belongs to the
-account too. Texts that the simulator generated are mark, because no agent can choose them.
+account too. Texts that the simulator generated are marked, because no agent can choose them.
 
 MiniStack's own reset empties its stores. Other module state (switches set by its configuration
 path, counters) survives it and would carry information from one episode to the next.
@@ -175,7 +175,7 @@ class AccountState:
     def watch(self, store: type) -> None:
         """Wrap the deleting methods of a store class, so that deletions are counted."""
 
-        def counted(deletes: Callable[..., Any], scoped: Callable[..., Any]) -> Callable[..., Any]:
+        def count_deletions(deletes: Callable[..., Any], scoped: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(deletes)
             def delete(stored: Any, *arguments: Any) -> Any:
                 name = scoped(stored, *arguments)
@@ -187,9 +187,11 @@ class AccountState:
 
         inner = store._scoped  # type: ignore[attr-defined]
         for method in ("__delitem__", "pop"):
-            setattr(store, method, counted(getattr(store, method), lambda stored, name, *_: inner(stored, name)))
+            setattr(
+                store, method, count_deletions(getattr(store, method), lambda stored, name, *_: inner(stored, name))
+            )
         regional = len(inner.__get__(store())("")) == 3
-        store.pop_scoped = counted(  # type: ignore[attr-defined]
+        store.pop_scoped = count_deletions(  # type: ignore[attr-defined]
             store.pop_scoped,  # type: ignore[attr-defined]
             lambda stored, account, region, name, *_: (account, region, name) if regional else (account, name),
         )

@@ -361,7 +361,7 @@ def port_app(app: AsgiApp, parsed: ParsedRequests) -> AsgiApp:
     """Return ``app`` without its control paths, restricted to loopback hosts and non-browser
     clients."""
 
-    async def guarded(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def guard(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         reason = _refusal_reason(scope)
         if reason:
             parsed.refuse(reason)
@@ -369,7 +369,7 @@ def port_app(app: AsgiApp, parsed: ParsedRequests) -> AsgiApp:
         else:
             await app(scope, receive, send)
 
-    return guarded
+    return guard
 
 
 def _refusal_reason(scope: dict[str, Any]) -> str:
@@ -390,7 +390,7 @@ def owner_app(
     """Return ``app`` extended by control paths: reset to a seed, request counts, module switches,
     account."""
 
-    async def controlled(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+    async def control(scope: dict[str, Any], receive: Receive, send: Send) -> None:
         path = scope["path"]
         number = scope["query_string"] or b"0"
         if path == RESET_PATH:
@@ -412,7 +412,7 @@ def owner_app(
         else:
             await app(scope, receive, send)
 
-    return controlled
+    return control
 
 
 async def _answer(send: Send, status: int, body: dict[str, Any]) -> None:
