@@ -384,43 +384,45 @@ class EpisodeComparison:
         other extras.
         """
         goal = self.goal
-        before = {(leaf[0][0], leaf[0][2]) for leaf in goal.first}
-        made = {leaf[0] for leaf in goal.first}
-        known = {leaf[0] for leaf in goal.last} | made
+        setup_names = {(leaf[0][0], leaf[0][2]) for leaf in goal.first}
+        setup_keys = {leaf[0] for leaf in goal.first}
+        known_keys = {leaf[0] for leaf in goal.last} | setup_keys
         kinds_by_name: dict[tuple[str, str], set[str]] = {}  # kinds by service and name
-        for key in known:
+        for key in known_keys:
             for name in (key[2], re.split("[/:]", key[2])[-1]):
                 kinds_by_name.setdefault((key[0], name), set()).add(key[1])
-        users = {key[2] for key in known if key[:2] == ("iam", "users")}
+        users = {key[2] for key in known_keys if key[:2] == ("iam", "users")}
         openings = []
         disabled = []
         extra = []
-        own: dict[Key, list[Leaf]] = {}
+        new_resources: dict[Key, list[Leaf]] = {}
         for leaf in now - goal.last - goal.first:
-            if _is_aws_default(leaf) and ("s3", "buckets", leaf[0][2]) not in made:
+            if _is_aws_default(leaf) and ("s3", "buckets", leaf[0][2]) not in setup_keys:
                 continue
-            if leaf[0] not in known:
-                own.setdefault(leaf[0], []).append(leaf)
+            if leaf[0] not in known_keys:
+                new_resources.setdefault(leaf[0], []).append(leaf)
             elif is_opening(*leaf[:3]):
                 (extra if leaf in goal.intermediate else openings).append(leaf)
-            elif (leaf[0][0], leaf[0][2]) in before and is_disabling(*leaf[1:3]):
+            elif (leaf[0][0], leaf[0][2]) in setup_names and is_disabling(*leaf[1:3]):
                 disabled.append(leaf)
             elif not only_describes(leaf[0], leaf[1]):
                 extra.append(leaf)
-        for key, leaves in own.items():
+        for key, leaves in new_resources.items():
             if key[:2] == ("iam", "access_keys") and any(mentions_any(leaf[2], users) for leaf in leaves):
                 openings += leaves
             elif _is_part(key, kinds_by_name):
                 if any(is_opening(*leaf[:3]) for leaf in leaves):
                     openings += leaves
-                elif (key[0], key[2]) in before and any(is_disabling(*leaf[1:3]) for leaf in leaves):
+                elif (key[0], key[2]) in setup_names and any(is_disabling(*leaf[1:3]) for leaf in leaves):
                     disabled += leaves
                 elif is_setting(key):
                     extra += [leaf for leaf in leaves if not only_describes(*leaf[:2])]
         left_behind: set[Key] = set()
-        if own:
-            wanted = {leaf[0] for leaf in goal.last} - made
-            left_behind = find_leftovers(own, (leaf for leaf in now if leaf[0] in known), wanted, transcript)
+        if new_resources:
+            wanted = {leaf[0] for leaf in goal.last} - setup_keys
+            left_behind = find_leftovers(
+                new_resources, (leaf for leaf in now if leaf[0] in known_keys), wanted, transcript
+            )
         return [*map(_format_leaf, openings)], [*map(_format_leaf, disabled)], [*map(_format_leaf, extra)], left_behind
 
     def _find_companion_grants(self, now: Set[Leaf]) -> dict[Leaf, str]:
@@ -446,34 +448,36 @@ class EpisodeComparison:
         policy of the target that also contains such a grant is replaced by the target's.
         """
         wanted = self.goal.rights[1]
-        more = {one.holder for one in beyond.more} | set(beyond.unread)
-        less = {one.holder for one in compare_rights(rights, wanted).more}
-        places = {(leaf[0], leaf[1]): leaf for leaf in self.goal.last if leaf[1].endswith(_POLICY)}
-        given = set[Leaf]()
-        added = set[Leaf]()
+        # Holders with more rights than the target and its companions, and with fewer than the target.
+        exceeding = {one.holder for one in beyond.more} | set(beyond.unread)
+        lacking = {one.holder for one in compare_rights(rights, wanted).more}
+        policies_of_target = {(leaf[0], leaf[1]): leaf for leaf in self.goal.last if leaf[1].endswith(_POLICY)}
+        companions = set[Leaf]()
+        restored = set[Leaf]()
         for leaf, holder in grants.items():
             key, path = leaf[:2]
             of_role = key[0] == "iam"
             present, allowed = (one.roles if of_role else one.resources for one in (rights, wanted))
-            if holder in more or _denies(present, allowed, holder):
+            if holder in exceeding or _denies(present, allowed, holder):
                 continue
             if of_role:
-                given.add(leaf)
-            elif holder not in less:
-                given |= {leaf, (key, "", "{}", 0)} if is_setting(key) else {leaf}
-                added |= {places[key, path]} if (key, path) in places else set()
-        attached = {leaf[2].strip('"') for leaf in given if leaf[1] == "AttachedPolicies[]"}
-        own = {
+                companions.add(leaf)
+            elif holder not in lacking:
+                companions |= {leaf, (key, "", "{}", 0)} if is_setting(key) else {leaf}
+                restored |= {policies_of_target[key, path]} if (key, path) in policies_of_target else set()
+        # A managed policy that was made only to be attached as a companion belongs to it.
+        attached = {leaf[2].strip('"') for leaf in companions if leaf[1] == "AttachedPolicies[]"}
+        companion_policies = {
             key
             for key, path, value, _ in now
             if key[:2] == ("iam", "policies") and path == "Arn"
             if value.strip('"') in attached
         }
-        for key in own:
+        for key in companion_policies:
             leaves = {leaf for leaf in now if leaf[0] == key}
             if sum(leaf[1].endswith(_POLICY) for leaf in leaves) == 1:
-                given |= leaves - self.goal.last
-        return (now - given) | added
+                companions |= leaves - self.goal.last
+        return (now - companions) | restored
 
     def _find_excess_rights(self, now: Rights, beyond: RightsChange) -> tuple[list[str], list[str], list[str]]:
         """Describe the rights beyond the target: (missing changes, openings, extras).
@@ -520,7 +524,7 @@ def _is_attached_to(holder: str, known: Iterable[tuple[str, str]]) -> bool:
     """Return whether a policy is attached to a resource that is ``known`` by service and identity."""
     service, _, path = holder.partition("/")
     where = f"{path.partition('/')[2]}/"
-    return any(service == its and where.startswith(identity) for its, identity in known)
+    return any(service == known_service and where.startswith(identity) for known_service, identity in known)
 
 
 def _is_aws_default(leaf: Leaf) -> bool:
