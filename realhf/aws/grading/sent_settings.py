@@ -396,22 +396,24 @@ class _SettingsLedger:
         """
         settings = self.settings.setdefault(subject, {})
         top = {path[0] for path in sent} | {name.lower() for name in write.params if name != _ATTRIBUTES}
+        # Settings that the request may change: those of the structures that it sends, and for an
+        # operation that sets all of a resource, those of its earlier requests.
         touched = {path for name in top for path in self._at_top.get((subject, name), ())}
         if again and _REPLACES.search(write.operation):
             touched |= self._asked[subject, write.operation]
         for path in touched:
             setting = settings[path]
             values = frozenset(sent[path][1]) if path in sent else frozenset()
-            if stays and path in sent:
+            if stays and path in sent:  # without effect: the last value remains the last one
                 settings[path] = replace(setting, sent=(values, *setting.sent))
             elif setting.operation == write.operation:
                 settings[path] = replace(setting, sent=(*setting.sent, values))
-            elif path not in sent and path[0] in top and not stays:
+            elif path not in sent and path[0] in top and not stays:  # its structure was replaced without it
                 self._forget(subject, {path})
-        self._asked[subject, write.operation] |= set()
+        self._asked[subject, write.operation] |= set()  # records the operation even without members
         for path, (where, values) in sent.items():
             if path in settings and (stays or settings[path].operation == write.operation):
-                continue
+                continue  # updated above
             self._forget(subject, {path} & settings.keys())
             fate = self._table.fate(write.operation, where)
             before = _UNSENT if again else ()
@@ -469,10 +471,11 @@ class _SettingsLedger:
 
     def _forget_resource(self, subject: Subject, kind: str) -> None:
         """Forget the settings of a resource and of its parts."""
-        was_there = self._existing[subject].pop(kind, None) is not None
+        existed = self._existing[subject].pop(kind, None) is not None
         others = self._existing[subject].keys()
         for other in list(self.settings):
-            inner = was_there and other[: len(subject)] == subject and len(other) > len(subject) > 1
+            # A part of the resource has a longer subject that begins with the resource's own.
+            inner = existed and other[: len(subject)] == subject and len(other) > len(subject) > 1
             if other != subject and not inner:
                 continue
             if inner:
@@ -482,7 +485,7 @@ class _SettingsLedger:
                 {
                     path
                     for path, one in self.settings[other].items()
-                    if inner or _noun_of(one.operation).startswith(kind) or (was_there and not others)
+                    if inner or _noun_of(one.operation).startswith(kind) or (existed and not others)
                 },
             )
 
