@@ -30,7 +30,7 @@ from jmespath.exceptions import JMESPathError, JMESPathTypeError
 from realhf.aws.cli.command_table import ALLOWED
 from realhf.aws.cli.executor import CommandResult
 from realhf.aws.cli.policy import check_command
-from realhf.aws.grading.inventory import LISTINGS, Caller, list_names
+from realhf.aws.grading.inventory import LISTINGS, ListingClient, list_names
 from realhf.aws.grading.tracker import Evidence, answers_question, has_effect, identity, mentions, same_resource
 from realhf.aws.tasks.task import TaskError
 
@@ -85,7 +85,7 @@ _READ_PREFIXES = (
 """Prefixes of the CLI operations that only read."""
 
 
-class StateReader(Caller, Protocol):
+class StateReader(ListingClient, Protocol):
     """The part of a slot that a check needs; see ``world.SlotState``."""
 
     def run(self, command: str) -> CommandResult:
@@ -161,7 +161,7 @@ Check = ListedResource | CommandCheck
 
 
 @dataclass(frozen=True)
-class Step:
+class CriteriaStep:
     """One step of a multi_step task."""
 
     operation: str
@@ -193,7 +193,7 @@ class Criteria:
     """Text that the command line must contain."""
     resource: ListedResource | None = None
     """Resource that must exist."""
-    steps: tuple[Step, ...] = ()
+    steps: tuple[CriteriaStep, ...] = ()
     """Steps in their order."""
     services: frozenset[str] = frozenset()
     """Services that must receive an accepted request."""
@@ -345,7 +345,7 @@ def _parse_resource(check: Mapping[str, Any], operation: str) -> ListedResource:
     return ListedResource(service, kind, identity(service, check["name"]))
 
 
-def _parse_step(step: Any, services: frozenset[str]) -> Step:
+def _parse_step(step: Any, services: frozenset[str]) -> CriteriaStep:
     if not isinstance(step, Mapping):
         raise TaskError("a step of task.success_criteria is no object")
     step = {key: value for key, value in step.items() if value is not None}
@@ -355,7 +355,7 @@ def _parse_step(step: Any, services: frozenset[str]) -> Step:
     operation, *also = (
         _find_operations(step["operation"], services) if _is_cli_word(step["operation"]) else [step["operation"]]
     )
-    return Step(operation, step.get("resource"), frozenset(also))
+    return CriteriaStep(operation, step.get("resource"), frozenset(also))
 
 
 def _parse_state_check(check: Any) -> CommandCheck:

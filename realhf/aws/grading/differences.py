@@ -19,7 +19,7 @@ from typing import Any
 
 from realhf.aws.grading.companions import CompanionGrants, find_companions, narrow_trust_policies
 from realhf.aws.grading.leftovers import OWN, Leaf, find_leftovers, mentions_any
-from realhf.aws.grading.meanings import Member, is_setting, only_describes
+from realhf.aws.grading.meanings import MemberPosition, is_setting, only_describes
 from realhf.aws.grading.policy_comparison import Gain, Policies, TooManySteps
 from realhf.aws.grading.rights import Rights, RightsChange, compare_rights, read_rights
 from realhf.aws.grading.sent_settings import (
@@ -637,7 +637,7 @@ class _LeafReader:
         # Leaves by the identity of the attributes: ``snapshot`` caches records, so a resource that is
         # unchanged since the target is the same object.
         self._read = {
-            id(attributes): [*_leaves(attributes, "", Member.of(key))]
+            id(attributes): [*_leaves(attributes, "", MemberPosition.of(key))]
             for state in self._states
             for key, attributes in state.resources.items()
         }
@@ -659,9 +659,9 @@ class _LeafReader:
             counted[place, "", "{}"] += 1
             read = None if free else self._read.get(id(attributes))
             if read is None:
-                read = _leaves(_without(attributes, free), "", Member.of(key))
+                read = _leaves(_without(attributes, free), "", MemberPosition.of(key))
             if f"{key[0]}/{key[1]}" in self._verbatim:
-                read = [*read, (_VERBATIM, canonical(attributes, Member.of(key)))]
+                read = [*read, (_VERBATIM, canonical(attributes, MemberPosition.of(key)))]
             for path, value in read:
                 if DRAWN in value:
                     value = _TOKEN.sub(rename, value)
@@ -669,7 +669,7 @@ class _LeafReader:
         return {(*leaf, number) for leaf, count in counted.items() for number in range(count)}
 
 
-def _leaves(value: Any, path: str, where: Member) -> Iterator[tuple[str, str]]:
+def _leaves(value: Any, path: str, where: MemberPosition) -> Iterator[tuple[str, str]]:
     """Yield (path, value as canonical text) of every leaf of a value."""
     if isinstance(value, Mapping):
         if isinstance(value.get("Statement"), list):
@@ -686,7 +686,7 @@ def _leaves(value: Any, path: str, where: Member) -> Iterator[tuple[str, str]]:
     yield path, canonical(value, where)
 
 
-def canonical(value: Any, where: Member) -> str:
+def canonical(value: Any, where: MemberPosition) -> str:
     """Return the value of a member as text that is equal for equal meanings.
 
     The order of a list counts only where it has a meaning. Outside of documents, numbers and
@@ -875,7 +875,7 @@ def _references(snapshot: Snapshot) -> References:
     leaves_by_name: dict[str, list[tuple[Key, str, str]]] = {}
     for key, attributes in snapshot.resources.items():
         own = set(_TOKEN.findall(key[2]))
-        for path, value in _leaves(attributes, "", Member.of(key)):
+        for path, value in _leaves(attributes, "", MemberPosition.of(key)):
             if DRAWN in value:
                 for token in set(_TOKEN.findall(value)) - own:
                     leaves_by_name.setdefault(token, []).append((key, path, value))
@@ -921,7 +921,7 @@ def _blank_leaves(
 
     return {
         _blank_key(key, names): Counter(
-            (path, named(value)) for path, value in _leaves(snapshot.resources[key], "", Member.of(key))
+            (path, named(value)) for path, value in _leaves(snapshot.resources[key], "", MemberPosition.of(key))
         )
         for key in keys
     }

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from realhf.aws.cli.state_client import StateCallError, UnreadableAnswer
-from realhf.aws.grading.criteria import Check, Criteria, StateReader, Step
+from realhf.aws.grading.criteria import Check, Criteria, CriteriaStep, StateReader
 from realhf.aws.grading.differences import AccountVerdict, EpisodeComparison, Freedom, Goal, Target
 from realhf.aws.grading.leftovers import is_under_way
 from realhf.aws.grading.sent_settings import SentWrite, build_writes
@@ -199,7 +199,7 @@ def verified(check: Check, state: StateReader) -> bool:
         return False
 
 
-def unspent_request(step: Step, evidence: Iterable[Evidence], spent: Sequence[int]) -> Evidence | None:
+def unspent_request(step: CriteriaStep, evidence: Iterable[Evidence], spent: Sequence[int]) -> Evidence | None:
     """Return the first accepted request for a step that is not credited to another step (layer 2,
     dedup)."""
     return next(

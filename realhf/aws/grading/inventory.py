@@ -25,7 +25,7 @@ MAX_PAGES = 50
 """Largest number of pages that are read of one list."""
 
 
-class Caller(Protocol):
+class ListingClient(Protocol):
     """The part of ``StateClient`` that an inventory needs."""
 
     def call(self, service: str, operation: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class Inventory:
     Use it from one thread at a time and not from an event loop: it sends blocking requests.
     """
 
-    def __init__(self, caller: Caller, services: Iterable[str] = ()) -> None:
+    def __init__(self, caller: ListingClient, services: Iterable[str] = ()) -> None:
         self._caller = caller
         self._services = set(services)
         self._known: dict[str, dict[str, list[str]]] = {}
@@ -162,7 +162,7 @@ class Inventory:
         return names_by_type
 
 
-def list_names(caller: Caller, service: str, kind: str, limit: int | None = None) -> set[str]:
+def list_names(caller: ListingClient, service: str, kind: str, limit: int | None = None) -> set[str]:
     """Return the names that the account lists for one of the ``LISTINGS``.
 
     Reads page by page until there are ``limit`` names (None: until MAX_PAGES). Raises

@@ -79,7 +79,7 @@ def _matches_prefix(known: list[str], steps: list[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Member:
+class MemberPosition:
     """The position of a value: a member of a service's resource, or a part of a document."""
 
     service: str
@@ -92,11 +92,11 @@ class Member:
     """Name of the member that contains the document."""
 
     @classmethod
-    def of(cls, key: Key) -> Member:
+    def of(cls, key: Key) -> MemberPosition:
         """Return the position of a whole resource."""
         return cls(key[0], key[1])
 
-    def inner(self, name: str) -> Member:
+    def inner(self, name: str) -> MemberPosition:
         """Return the position of the value under ``name``."""
         if name == DOCUMENT:
             return replace(self, written=True, holder=self.name)

@@ -21,7 +21,7 @@ from typing import Any
 
 from realhf.aws.grading.differences import EpisodeComparison, Goal, Target, canonical, is_opening, transfer_target
 from realhf.aws.grading.grader import EndStateGrader, Grade
-from realhf.aws.grading.meanings import Member
+from realhf.aws.grading.meanings import MemberPosition
 from realhf.aws.grading.snapshot import Key, Snapshot, SnapshotError, normalize_attributes
 from realhf.aws.grading.tracker import Evidence
 from realhf.aws.real_aws.describe_walker import ID, MAX_CALLS, Answers, Call, inner_noun, noun_of, own_names, walk
@@ -215,7 +215,7 @@ class RealAccountGrader(EndStateGrader):
 
 
 def _is_graded(key: Key, name: str, value: Any, known: set[tuple[tuple[str, str], str]]) -> bool:
-    return (key[:2], name) in known or is_opening(key, name, canonical(value, Member.of(key).inner(name)))
+    return (key[:2], name) in known or is_opening(key, name, canonical(value, MemberPosition.of(key).inner(name)))
 
 
 def _member_names(params: Any) -> Iterator[str]:
@@ -241,7 +241,7 @@ def find_unshown(target: Target) -> str:
     before = target.start.resources
     for state, operations, arguments in zip(target.states, target.operations, target.arguments, strict=True):
         changed = [
-            f"{key[2]} {canonical(held, Member.of(key))}"
+            f"{key[2]} {canonical(held, MemberPosition.of(key))}"
             for key, held in state.resources.items()
             if before.get(key) != held
         ]

@@ -63,7 +63,7 @@ _NO_CHARACTER = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 
 
 @dataclass
-class _Piece:
+class _XmlPiece:
     """A tag or the text between two tags. A tag without a counterpart is treated as text."""
 
     text: str
@@ -96,19 +96,19 @@ def repair_xml(body: bytes) -> bytes:
     return whole if is_well_formed(whole) else body
 
 
-def _split_tags(text: str) -> list[_Piece]:
+def _split_tags(text: str) -> list[_XmlPiece]:
     """Split a text into tags and the texts between them."""
     pieces = []
     end = 0
     for match in _TAG.finditer(text):
-        pieces += [_Piece(text[end : match.start()]), _Piece(match[0], match)]
+        pieces += [_XmlPiece(text[end : match.start()]), _XmlPiece(match[0], match)]
         end = match.end()
-    return [*pieces, _Piece(text[end:])]
+    return [*pieces, _XmlPiece(text[end:])]
 
 
-def _demote_unpaired_tags(pieces: list[_Piece]) -> None:
+def _demote_unpaired_tags(pieces: list[_XmlPiece]) -> None:
     """Turn tags without a counterpart into text."""
-    opened: list[tuple[str, _Piece]] = []
+    opened: list[tuple[str, _XmlPiece]] = []
     depth: Counter[str] = Counter()
     for piece in pieces:
         if piece.tag is None or piece.tag[2] is None or piece.tag[3]:

@@ -64,7 +64,7 @@ EXHAUSTED = "MiniStack pool exhausted"
 """Message of the error if no slot is free."""
 
 
-class SlotState(enum.StrEnum):
+class SlotPhase(enum.StrEnum):
     """State of a slot between start, lease, scrub and respawn."""
 
     STARTING = "starting"
@@ -79,7 +79,7 @@ class LeaseBook:
     """States and leases of ``size`` slots, by index. All slots start as STARTING. Thread-safe."""
 
     def __init__(self, size: int) -> None:
-        self._states = [SlotState.STARTING] * size
+        self._states = [SlotPhase.STARTING] * size
         self._free: deque[int] = deque()
         self._leases: dict[int, object] = {}
         self._lock = threading.Condition()
@@ -94,11 +94,11 @@ class LeaseBook:
             deadline = process_clock.now() + patience_s
             while not self._free:
                 left = deadline - process_clock.now()
-                if left <= 0 or all(state is SlotState.LEASED for state in self._states):
+                if left <= 0 or all(state is SlotPhase.LEASED for state in self._states):
                     raise RuntimeError(EXHAUSTED)
                 self._lock.wait(left)
             index = self._free.popleft()
-            self._states[index] = SlotState.LEASED
+            self._states[index] = SlotPhase.LEASED
             return index
 
     def grant(self, index: int, lease: object) -> None:
@@ -113,22 +113,22 @@ class LeaseBook:
             if index not in self._leases or self._leases[index] is not lease:
                 raise ValueError(f"slot {index} is not leased from this pool")
             del self._leases[index]
-            self._states[index] = SlotState.SCRUBBING
+            self._states[index] = SlotPhase.SCRUBBING
 
     def free(self, index: int) -> None:
         """Mark a started, scrubbed or respawned slot as FREE. Raises ValueError if it is free or
         leased."""
         with self._lock:
-            if self._states[index] in (SlotState.FREE, SlotState.LEASED):
+            if self._states[index] in (SlotPhase.FREE, SlotPhase.LEASED):
                 raise ValueError(f"slot {index} is {self._states[index]}; it cannot become free")
-            self._states[index] = SlotState.FREE
+            self._states[index] = SlotPhase.FREE
             self._free.append(index)
             self._lock.notify()
 
     def fail(self, index: int) -> None:
         """Mark a slot as UNHEALTHY, because its owner found it dead or dirty."""
         with self._lock:
-            self._states[index] = SlotState.UNHEALTHY
+            self._states[index] = SlotPhase.UNHEALTHY
 
     def fail_if_free(self, index: int) -> bool:
         """Mark a slot as UNHEALTHY if it is free, because a health check found it dead.
@@ -136,28 +136,28 @@ class LeaseBook:
         Returns False if the slot was taken in the meantime; its new owner will notice.
         """
         with self._lock:
-            if self._states[index] is not SlotState.FREE:
+            if self._states[index] is not SlotPhase.FREE:
                 return False
             self._free.remove(index)
-            self._states[index] = SlotState.UNHEALTHY
+            self._states[index] = SlotPhase.UNHEALTHY
             return True
 
     def begin_respawn(self, index: int) -> bool:
         """Mark an UNHEALTHY slot as RESPAWNING. Returns False if another thread respawns it."""
         with self._lock:
-            if self._states[index] is not SlotState.UNHEALTHY:
+            if self._states[index] is not SlotPhase.UNHEALTHY:
                 return False
-            self._states[index] = SlotState.RESPAWNING
+            self._states[index] = SlotPhase.RESPAWNING
             return True
 
     def adopt(self, index: int) -> None:
         """Lease a respawned slot directly to the caller, without making it free first."""
         with self._lock:
-            if self._states[index] is not SlotState.RESPAWNING:
+            if self._states[index] is not SlotPhase.RESPAWNING:
                 raise ValueError(f"slot {index} is {self._states[index]}, not respawning")
-            self._states[index] = SlotState.LEASED
+            self._states[index] = SlotPhase.LEASED
 
-    def in_state(self, state: SlotState) -> list[int]:
+    def in_state(self, state: SlotPhase) -> list[int]:
         """Return the indices of the slots in a state."""
         with self._lock:
             return [index for index, current in enumerate(self._states) if current is state]
@@ -165,7 +165,7 @@ class LeaseBook:
     def counts(self) -> dict[str, int]:
         """Return the number of slots by state."""
         with self._lock:
-            return {str(state): self._states.count(state) for state in SlotState}
+            return {str(state): self._states.count(state) for state in SlotPhase}
 
 
 INTERVAL_S = 5.0
@@ -222,12 +222,12 @@ class HealthLoop:
 
     def sweep(self) -> None:
         """Run one round: check the free slots, then respawn the unhealthy ones that are due."""
-        for index in self._book.in_state(SlotState.FREE):
+        for index in self._book.in_state(SlotPhase.FREE):
             if self._ending:
                 return
             if not self._slots[index].ministack.answers(ANSWER_S) and self._book.fail_if_free(index):
                 logger.warning("slot %d: its simulator does not answer and is replaced", index)
-        for index in self._book.in_state(SlotState.UNHEALTHY):
+        for index in self._book.in_state(SlotPhase.UNHEALTHY):
             if not self._ending and process_clock.now() >= self._due[index] and self._book.begin_respawn(index):
                 self._respawn(index)
 
@@ -250,7 +250,7 @@ class HealthLoop:
     def _run(self) -> None:
         next_round = process_clock.now() + self._interval_s
         while not self._ending:
-            waiting = [self._due[index] for index in self._book.in_state(SlotState.UNHEALTHY)]
+            waiting = [self._due[index] for index in self._book.in_state(SlotPhase.UNHEALTHY)]
             self._woken.wait(max(0.01, min([next_round, *waiting]) - process_clock.now()))
             self._woken.clear()
             if self._ending:
@@ -621,7 +621,7 @@ class MiniStackPool:
     @property
     def free_count(self) -> int:
         """The number of free slots."""
-        return len(self._book.in_state(SlotState.FREE))
+        return len(self._book.in_state(SlotPhase.FREE))
 
     def metrics(self) -> dict[str, Any]:
         """Return metrics for /metrics: slots by state, and counters of leases, respawns, scrubs and

@@ -105,7 +105,7 @@ _RETRIES = 1
 """Attempts after the first one to resume or replay an episode whose simulator was lost."""
 
 
-class ScriptAgent:
+class AwsScriptAgent:
     """An ``EpisodeAgent`` that plays scripts and collects one row per episode.
 
     A row has the keys task_id, template, tier, seed, kind, messages (``ScriptSpeaker.messages``),
@@ -161,7 +161,7 @@ def play_all(
     ``pooled_environment``. Raises RuntimeError as soon as an episode fails or its outcome
     contradicts its kind.
     """
-    agent = ScriptAgent(scripts, on_row)
+    agent = AwsScriptAgent(scripts, on_row)
     wanted = [EpisodeRequest(number, episode_task(script.task)) for number, script in enumerate(scripts)]
     with pooled_environment(pool, observation_chars=observation_chars, show_ids=show_ids) as spec:
         player = Player(spec, "", agent, pool.free_count, retries=_RETRIES, message_timeout_s=MESSAGE_TIMEOUT_S)

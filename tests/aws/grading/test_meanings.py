@@ -9,7 +9,7 @@ import yaml
 
 from realhf.aws.grading import meanings, snapshot
 from realhf.aws.grading.differences import canonical
-from realhf.aws.grading.meanings import Member, holds_tags, is_setting, only_describes
+from realhf.aws.grading.meanings import MemberPosition, holds_tags, is_setting, only_describes
 from realhf.aws.grading.snapshot import snapshot_of
 
 TABLES = yaml.safe_load(meanings.resources.files("realhf.aws.grading").joinpath("meanings.yaml").read_text())
@@ -300,7 +300,7 @@ def test_what_has_an_order_is_a_list_in_the_services_model(service: str, member:
 def read(service: str, kind: str, value: object) -> str:
     """What a resource says, and what lies within it, in the form that equal ones share."""
     resources = snapshot_of([json.dumps([service, kind, "", "x", 1, value])], 1.7e9).resources
-    return "\n".join(f"{key} {canonical(held, Member.of(key))}" for key, held in sorted(resources.items()))
+    return "\n".join(f"{key} {canonical(held, MemberPosition.of(key))}" for key, held in sorted(resources.items()))
 
 
 def columns(*names: str) -> dict:

@@ -17,7 +17,7 @@ from realhf.aws.episode.chaos import Chaos
 from realhf.aws.episode.episode import Episode, masked_task
 from realhf.aws.episode.validation import play
 from realhf.aws.episode.world import SlotState
-from realhf.aws.grading.criteria import ListedResource, Step, parse_criteria
+from realhf.aws.grading.criteria import CriteriaStep, ListedResource, parse_criteria
 from realhf.aws.grading.grader import earns_credit, unspent_request, verified
 from realhf.aws.grading.reward import monotone_progress, score
 from realhf.aws.grading.tracker import Evidence, same_resource
@@ -88,7 +88,7 @@ def test_layer_2_one_request_pays_once(episode: Episode) -> None:
     again = [create] * 5 + ["aws s3api list-buckets"]
     assert play(episode, instantiate(VERSIONED, 1), again) == (False, pytest.approx(0.45))
     deed = Evidence(0, "s3:CreateBucket", {}, "a", True, "")
-    assert unspent_request(Step("s3:CreateBucket", "a"), [deed], [0]) is None
+    assert unspent_request(CriteriaStep("s3:CreateBucket", "a"), [deed], [0]) is None
 
 
 def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode) -> None:

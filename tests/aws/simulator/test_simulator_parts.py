@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from realhf.aws.cli.executor import SimulatorLost
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN, Draws, ModuleSwitches
 from realhf.aws.simulator.ministack_server import is_well_formed, repair_xml
-from realhf.aws.simulator.pool import RETURN_WAIT_S, HealthLoop, LeaseBook, SlotState, back_off_s
+from realhf.aws.simulator.pool import RETURN_WAIT_S, HealthLoop, LeaseBook, SlotPhase, back_off_s
 from realhf.aws.simulator.slot import USABLE_S
 from realhf.env.openenv_client import OpenEnvClient
 from realhf.env.server import capacity
@@ -80,12 +80,12 @@ def test_a_lease_ends_once_and_only_by_its_holder() -> None:
     book.give_back(0, first)
     with pytest.raises(ValueError, match="not leased"):
         book.give_back(0, first)
-    assert book.in_state(SlotState.SCRUBBING) == [0]
+    assert book.in_state(SlotPhase.SCRUBBING) == [0]
     book.free(0)
     book.grant(book.take(), second)
     with pytest.raises(ValueError, match="not leased"):
         book.give_back(0, first)
-    assert book.in_state(SlotState.LEASED) == [0]
+    assert book.in_state(SlotPhase.LEASED) == [0]
     with pytest.raises(ValueError, match="cannot become free"):
         book.free(0)
 
@@ -136,9 +136,9 @@ def test_a_slot_that_cannot_be_respawned_is_tried_again_later() -> None:
     loop = HealthLoop(book, slots, interval_s=1000.0)  # pyright: ignore[reportArgumentType]
     loop.sweep()
     loop.sweep()
-    assert slots[0].attempts == 1 and book.in_state(SlotState.UNHEALTHY) == [0], "the second has to wait"
+    assert slots[0].attempts == 1 and book.in_state(SlotPhase.UNHEALTHY) == [0], "the second has to wait"
     loop.start()
-    assert until(lambda: book.in_state(SlotState.FREE))
+    assert until(lambda: book.in_state(SlotPhase.FREE))
     loop.stop()
     assert slots[0].attempts == 3 and (loop.respawns, loop.failures) == (1, 2)
 
