@@ -143,7 +143,9 @@ check-all: install
 	  { $(MAKE) --no-print-directory lint && $(MAKE) --no-print-directory check-tasks; } > "$$log" 2>&1; \
 	  code=$$?; cat "$$log"; exit $$code
 
+# In a fresh clone every process would compile all tests for itself; one does it before them.
 run-tests: install
+	@ls tests/__pycache__/conftest.*-pytest-*.pyc > /dev/null 2>&1 || $(BIN)/python -m pytest -q --collect-only > /dev/null || true
 	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 10 $(AGAIN) $(ALL)
 
 test-fast: install
