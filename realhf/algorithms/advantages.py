@@ -1,12 +1,12 @@
-"""Estimates advantages: per response from its group, per turn, and by GAE with the values of a critic
-(docs/reference/dataflow.md 10).
+"""Advantage estimators: per response from its group, per turn, and GAE with the values of a critic.
 
-Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample number of each
-sequence, and returns f32 (n,). Invalid sequences enter no statistic and get exactly 0, whatever their score (NaN
-included). Statistics are fp64 and per response, never weighted by tokens.
+Every estimator takes ``scores`` f32 (n,), ``valid`` bool (n,) and ``group`` i64 (n,), the sample index
+of each sequence, and returns advantages f32 (n,). Invalid sequences are excluded from all statistics
+and get exactly 0, whatever their score (NaN included). Statistics are fp64 and per response, not
+weighted by tokens (docs/reference/dataflow.md 10).
 
-Source: Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage Estimation; the formulas
-stand in docs/reference/ppo.md 2. Sums are fp64.
+Source of GAE: Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage
+Estimation; the formulas are in docs/reference/ppo.md 2.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ import torch
 from torch import Tensor
 
 _EPS = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Advantage estimator: (scores, valid, group) -> advantages."""
 
 
 def grpo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """Return (R - mean) / (unbiased std + 1e-6) within the group; exactly 0 when all valid scores are equal or fewer
-    than two are valid. Source: Shao et al. 2024, DeepSeekMath."""
+    """Return (R - mean) / (unbiased std + 1e-6) within the group.
+
+    It is exactly 0 if all valid scores are equal or fewer than two are valid. Source: Shao et al. 2024,
+    DeepSeekMath.
+    """
     score, stats = _group_statistics(scores, valid, group)
     centred = score - stats.mean[group]
     squares = torch.zeros_like(stats.mean).index_add(0, group, torch.where(valid, centred, 0.0).square())
@@ -46,9 +53,12 @@ def rloo(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
 
 
 def maxrl(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """Return (R - mean) / mean within the group, the gradient of the log-likelihood of success for rewards of 0 and 1;
-    exactly 0 when all valid scores are equal, or none is above 0. Source: Tajwar et al. 2026, Maximum Likelihood
-    Reinforcement Learning. Raises ValueError on a valid score below 0, which is no likelihood."""
+    """Return (R - mean) / mean within the group.
+
+    For rewards of 0 and 1 this gives the gradient of the log-likelihood of success. It is exactly 0 if
+    all valid scores are equal or none is above 0. Source: Tajwar et al. 2026, Maximum Likelihood
+    Reinforcement Learning. Raises ValueError on a negative valid score.
+    """
     score, stats = _group_statistics(scores, valid, group)
     if bool((score < 0).any()):
         raise ValueError(f"ppo.adv_estimator=maxrl: a reward is {float(score.min()):g}; it takes rewards from 0 on")
@@ -57,36 +67,47 @@ def maxrl(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
 
 
 def pass_at_k(scores: Tensor, valid: Tensor, group: Tensor, *, k: int) -> Tensor:
-    """Return (mean of the best over the subsets of k that hold the response - mean over all subsets of k) / (their
-    biased std + 1e-6), subsets being those of the group's valid responses.
+    """Return the pass@k advantage: how much a response raises the best score among k responses.
 
-    Exactly 0 in a group of at most k valid responses, and where every subset has the same best. With rewards of 0 and 1
-    this is the analytic advantage of Chen et al. 2025, Pass@k Training; the best of a subset in the place of its
-    success extends it to all rewards, as Walder and Karkhanis 2025, Pass@K Policy Optimization, do. ``k`` is at least
-    2.
+    It is (mean of the best score over the size-k subsets that contain the response - mean over all
+    size-k subsets) / (biased std over all subsets + 1e-6). Subsets are drawn from the valid responses
+    of the group; ``k`` is at least 2. It is exactly 0 in a group of at most k valid responses, and if
+    every subset has the same best score.
+
+    With rewards of 0 and 1 this is the analytic advantage of Chen et al. 2025, Pass@k Training. The
+    best score of a subset generalises its success to all rewards, as in Walder and Karkhanis 2025,
+    Pass@K Policy Optimization.
     """
     score, stats = _group_statistics(scores, valid, group)
-    found = torch.zeros_like(score)
+    advantages = torch.zeros_like(score)
     for number in torch.nonzero(stats.count > k).flatten().tolist():
         members = torch.nonzero(valid & (group == number)).flatten()
-        found[members] = _of_subsets(score[members], k)
-    return _finish(found, valid)
+        advantages[members] = _subset_advantages(score[members], k)
+    return _finish(advantages, valid)
 
 
-def _of_subsets(score: Tensor, k: int) -> Tensor:
-    """Return the advantage of each of n > k responses with ``score`` f64 (n,). In ascending order of score, response j
-    (from 0) is the best of comb(j, k - 1) subsets; beside one of lower rank, of comb(j - 1, k - 2)."""
+def _subset_advantages(score: Tensor, k: int) -> Tensor:
+    """Return the pass@k advantage of each of n > k responses with ``score`` f64 (n,), f64 (n,).
+
+    In ascending order of score, response j (from 0) is the best of comb(j, k - 1) subsets. Of the
+    subsets that contain a given response of lower rank, it is the best of comb(j - 1, k - 2).
+    """
     n = len(score)
     best, order = score.sort()
     if best[k - 1] == best[-1]:
         return torch.zeros_like(score)
-    share = _tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], score)
-    lowest = _tensor([math.comb(j, k - 1) / math.comb(n - 1, k - 1) for j in range(n)], score)
-    beside = _tensor([math.comb(j - 1, k - 2) / math.comb(n - 1, k - 1) if j else 0.0 for j in range(n)], score)
-    mean = (share * best).sum()
-    std = (share * (best - mean).square()).sum().sqrt()
-    above = (beside * best).flip(0).cumsum(0).flip(0) - beside * best
-    return torch.zeros_like(score).scatter(0, order, (lowest * best + above - mean) / (std + _EPS))
+    # Probability that response j is the best of a random subset; of one that contains j; of one that
+    # contains a given response of lower rank.
+    is_best = _tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], score)
+    is_best_of_own = _tensor([math.comb(j, k - 1) / math.comb(n - 1, k - 1) for j in range(n)], score)
+    is_best_of_lower = _tensor(
+        [math.comb(j - 1, k - 2) / math.comb(n - 1, k - 1) if j else 0.0 for j in range(n)], score
+    )
+    mean = (is_best * best).sum()
+    std = (is_best * (best - mean).square()).sum().sqrt()
+    # Sum over all responses of higher rank: the suffix sum without the response itself.
+    higher = (is_best_of_lower * best).flip(0).cumsum(0).flip(0) - is_best_of_lower * best
+    return torch.zeros_like(score).scatter(0, order, (is_best_of_own * best + higher - mean) / (std + _EPS))
 
 
 def _tensor(values: list[float], like: Tensor) -> Tensor:
@@ -94,41 +115,49 @@ def _tensor(values: list[float], like: Tensor) -> Tensor:
 
 
 def reinforce(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """Return R minus the mean over all valid responses of the batch; exactly 0 when all are equal."""
+    """Return R minus the mean over all valid responses of the batch; exactly 0 if all are equal."""
     return grpo_nostd(scores, valid, torch.zeros_like(group))
 
 
 def reinforce_pp(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-    """Return R itself. ``return_to_go`` then gives the earlier tokens their share, and all are whitened over the batch
-    (Hu 2025, REINFORCE++); or, for ``gae``, ``generalised`` compares what follows each token with a critic's values."""
+    """Return R itself, the reward that later steps distribute over the tokens.
+
+    For ``reinforce_pp``, ``return_to_go`` assigns it to earlier tokens and the result is whitened over
+    the batch (Hu 2025, REINFORCE++). For ``gae``, ``generalised_advantages`` subtracts the critic's
+    values.
+    """
     score, _ = _group_statistics(scores, valid, group)
     return _finish(score, valid)
 
 
 def return_to_go(rewards: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float = 1.0) -> Tensor:
-    """Sum discount^(s-t) r_s over s >= t within each sequence: f32 (n,), 0 outside ``mask``.
+    """Return sum of discount^(s-t) r_s over s >= t within each sequence, f32 (n,), 0 outside ``mask``.
 
-    Only positions in ``mask`` count, in the sum and in the distance s-t: text of the environment between two turns is
-    skipped, not discounted. ``sequence`` i64 (n,) is sorted; ``rewards`` may hold anything outside the mask.
+    Only positions in ``mask`` count, in the sum and in the distance s-t: environment text between two
+    turns is skipped, not discounted. ``sequence`` i64 (n,) is sorted. ``rewards`` may hold any value
+    outside the mask.
     """
-    chosen, rank, most = _ranked(sequence[mask], n_sequences)
-    table = torch.zeros(n_sequences, most, dtype=torch.float64)
-    table[chosen, rank] = rewards[mask].double()
+    owner, rank, longest = _rank_within_owner(sequence[mask], n_sequences)
+    table = torch.zeros(n_sequences, longest, dtype=torch.float64)
+    table[owner, rank] = rewards[mask].double()
     out = torch.zeros(len(mask))
-    out[mask] = _discounted(table, discount)[chosen, rank].float()
+    out[mask] = _discounted_sums(table, discount)[owner, rank].float()
     return out
 
 
-def _ranked(owner: Tensor, n_owners: int) -> tuple[Tensor, Tensor, int]:
-    """Return ``owner`` i64 (n,), sorted, the number of each entry among those of its owner, i64 (n,), and the most that
-    an owner has: where the entries lie in a table of one row per owner."""
+def _rank_within_owner(owner: Tensor, n_owners: int) -> tuple[Tensor, Tensor, int]:
+    """Return the cell of each entry in a padded table with one row per owner.
+
+    ``owner`` i64 (n,) is sorted. The result is the row (``owner`` itself), the column (index of the
+    entry within its owner), i64 (n,), and the number of columns, the most entries of an owner.
+    """
     count = torch.bincount(owner, minlength=n_owners)
     rank = torch.arange(len(owner)) - (count.cumsum(0) - count)[owner]
     return owner, rank, int(count.max()) if n_owners else 0
 
 
-def _discounted(table: Tensor, discount: float) -> Tensor:
-    """Return the sum of discount^(s-t) r_s over s >= t of every row."""
+def _discounted_sums(table: Tensor, discount: float) -> Tensor:
+    """Return the sum of discount^(s-t) r_s over s >= t of every row. May modify ``table``."""
     if discount == 1.0:
         return table.flip(1).cumsum(1).flip(1)
     for t in range(table.shape[1] - 2, -1, -1):
@@ -137,44 +166,54 @@ def _discounted(table: Tensor, discount: float) -> Tensor:
 
 
 def at_last_token(values: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """Put ``values`` (n sequences,) at the last position of each sequence inside ``mask``, and 0 elsewhere: (n,)."""
+    """Return ``values`` (n_sequences,) at the last ``mask`` position of each sequence, 0 elsewhere, (n,)."""
     positions = torch.arange(len(mask), device=mask.device)
     last = torch.full_like(values, -1, dtype=torch.int64)
     last = last.scatter_reduce(0, sequence, torch.where(mask, positions, -1), "amax")
     out = values.new_zeros(len(mask))
-    has = last >= 0
-    out[last[has]] = values[has]
+    has_position = last >= 0
+    out[last[has_position]] = values[has_position]
     return out
 
 
 def normalise(advantages: Tensor, mask: Tensor, eps: float = 1e-5) -> Tensor:
-    """Whiten f32 (n,) over ``mask`` (bool): masked mean and biased std in fp64; 0 elsewhere."""
+    """Return ``advantages`` f32 (n,) whitened over ``mask``, 0 elsewhere.
+
+    Mean and biased standard deviation are computed in fp64 over the mask.
+    """
     if not bool(mask.any()):
         return torch.zeros_like(advantages)
-    chosen = advantages[mask].double()
-    std = (chosen - chosen.mean()).square().mean().sqrt()
-    return _finish((advantages.double() - chosen.mean()) / (std + eps), mask)
+    in_mask = advantages[mask].double()
+    std = (in_mask - in_mask.mean()).square().mean().sqrt()
+    return _finish((advantages.double() - in_mask.mean()) / (std + eps), mask)
 
 
 class _GroupStatistics:
-    """Holds the fp64 statistics (n groups,) of each group: ``count`` and ``mean`` of its valid scores, and ``varied``
-    (bool), whether they differ."""
+    """Statistics of the valid scores of each group, (n_groups,).
+
+    Attributes:
+        count: Number of valid scores, fp64.
+        mean: Mean of the valid scores, fp64; 0 without one.
+        varied: Whether at least two valid scores differ, bool.
+    """
 
     def __init__(self, score: Tensor, valid: Tensor, group: Tensor) -> None:
         n_groups = int(group.max()) + 1 if len(group) else 0
-        blank = torch.zeros(n_groups, dtype=torch.float64, device=score.device)
-        self.count = blank.index_add(0, group, valid.double())
-        self.mean = blank.index_add(0, group, score) / self.count.clamp(min=1)
+        zeros = torch.zeros(n_groups, dtype=torch.float64, device=score.device)
+        self.count = zeros.index_add(0, group, valid.double())
+        self.mean = zeros.index_add(0, group, score) / self.count.clamp(min=1)
         low = torch.where(valid, score, torch.inf)
         high = torch.where(valid, score, -torch.inf)
-        lowest = torch.full_like(blank, torch.inf).scatter_reduce(0, group, low, "amin")
-        highest = torch.full_like(blank, -torch.inf).scatter_reduce(0, group, high, "amax")
+        lowest = torch.full_like(zeros, torch.inf).scatter_reduce(0, group, low, "amin")
+        highest = torch.full_like(zeros, -torch.inf).scatter_reduce(0, group, high, "amax")
         self.varied = (self.count >= 2) & (highest > lowest)
 
 
 def _group_statistics(scores: Tensor, valid: Tensor, group: Tensor) -> tuple[Tensor, _GroupStatistics]:
-    """Return the scores in fp64 with 0 at invalid sequences, and the statistics. Raises ValueError when a valid score
-    is not finite: a failure must be marked as one, not scored."""
+    """Return the scores in fp64 with 0 at invalid sequences, and the statistics of the groups.
+
+    Raises ValueError if a valid score is not finite: failed episodes must be marked invalid.
+    """
     if not bool(torch.isfinite(scores[valid]).all()):
         raise ValueError("a valid sequence has a reward that is not finite")
     score = torch.where(valid, scores.double(), 0.0)
@@ -182,129 +221,183 @@ def _group_statistics(scores: Tensor, valid: Tensor, group: Tensor) -> tuple[Ten
 
 
 def _finish(advantages: Tensor, keep: Tensor) -> Tensor:
+    """Return the advantages as f32, 0 outside ``keep``."""
     return torch.where(keep, advantages, 0.0).float()
 
 
-Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 def returns_by_turn(rewards: Tensor, counts: Tensor, discount: float) -> Tensor:
-    """Return f64 (n sequences, most turns): entry (i, k) is the sum of discount^(j-k) r_ij over the turns j >= k of
-    sequence i; from its last turn on, the return of that one.
+    """Return the discounted return from each turn on, f64 (n_sequences, max_turns).
 
-    ``rewards`` f32 (sum of counts,) are the rewards of the turns, sequence after sequence; ``counts`` i64 (n
-    sequences,), each at least 1.
+    Entry (i, k) is the sum of discount^(j-k) r_ij over the turns j >= k of sequence i. Entries after
+    the last turn of a sequence repeat the return of its last turn.
+
+    Args:
+        rewards: Rewards of the turns, sequence after sequence, f32 (sum of ``counts``,).
+        counts: Number of turns of each sequence, i64 (n_sequences,), each at least 1.
+        discount: Discount factor per turn.
     """
-    sequence, turn, most = _ranked(torch.repeat_interleave(torch.arange(len(counts)), counts), len(counts))
-    table = torch.zeros(len(counts), most, dtype=torch.float64)
+    sequence, turn, max_turns = _rank_within_owner(
+        torch.repeat_interleave(torch.arange(len(counts)), counts), len(counts)
+    )
+    table = torch.zeros(len(counts), max_turns, dtype=torch.float64)
     table[sequence, turn] = rewards.double()
-    return _discounted(table, discount).gather(1, torch.minimum(torch.arange(most)[None], counts[:, None] - 1))
+    own_turn = torch.minimum(torch.arange(max_turns)[None], counts[:, None] - 1)
+    return _discounted_sums(table, discount).gather(1, own_turn)
 
 
 def turn_advantages(scores: Tensor, valid: Tensor, group: Tensor, estimator: Estimator) -> Tensor:
-    """Return f32 (n sequences, most turns): the advantage of the return from each turn on, among the returns from the
-    same turn on of its group. Invalid sequences get 0.
+    """Return the advantage of every turn within its group, f32 (n_sequences, max_turns).
 
-    ``scores`` f32 (n sequences, most turns) are such returns, ``valid`` and ``group`` as for an estimator. This is the
-    turn-level advantage of MT-GRPO (Zeng et al. 2025, Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level
-    Credit Assignment: rewards of one turn are normalised across the group) with the return-to-go of REINFORCE (Williams
-    1992) in the place of the turn's reward plus the outcome. An episode that is over by then is compared by its last
-    turn's return, so that every comparison has all of the group: with a reward in the last turn alone and without a
-    discount every turn gets what ``estimator`` gives the episode.
+    The return from turn k on is compared with the returns from turn k on of the other sequences of the
+    group. Invalid sequences get 0. An episode that ended earlier takes part with the return of its last
+    turn, so that every comparison includes the whole group. With a reward in the last turn only and no
+    discount, every turn gets the advantage of its episode.
+
+    This is the turn-level advantage of MT-GRPO (Zeng et al. 2025, Reinforcing Multi-Turn Reasoning in LLM
+    Agents via Turn-Level Credit Assignment), with the return-to-go of REINFORCE (Williams 1992) instead
+    of the turn's reward plus the outcome.
+
+    Args:
+        scores: Return from each turn on, f32 (n_sequences, max_turns).
+        valid: As for an estimator.
+        group: As for an estimator.
+        estimator: The estimator that compares the returns of one turn.
     """
     columns = [estimator(column, valid, group) for column in scores.unbind(1)]
     return torch.stack(columns, 1) if columns else torch.zeros_like(scores)
 
 
 def step_groups(states: Tensor, present: Tensor, group: Tensor) -> Tensor:
-    """Return the number of the step-level group of every turn that is ``present``, i64 (n present,): those of one group
-    that began in the same state. ``states`` i64 and ``present`` bool are (n sequences, most turns), ``group`` as for an
-    estimator."""
-    owner = torch.stack((group[:, None].expand_as(states)[present], states[present]))
-    return torch.unique(owner, dim=1, return_inverse=True)[1].flatten()
+    """Return the index of the step-level group of every present turn, i64 (number of present turns,).
+
+    A step-level group contains the turns of one group that started in the same state. ``states`` i64
+    and ``present`` bool are (n_sequences, max_turns), ``group`` as for an estimator.
+    """
+    group_and_state = torch.stack((group[:, None].expand_as(states)[present], states[present]))
+    return torch.unique(group_and_state, dim=1, return_inverse=True)[1].flatten()
 
 
 def step_advantages(returns: Tensor, states: Tensor, present: Tensor, group: Tensor, estimator: Estimator) -> Tensor:
-    """Return f32 (n sequences, most turns): the advantage of the return from each turn on within its step-level group;
-    0 where ``present`` is False.
+    """Return the advantage of every turn within its step-level group, f32 (n_sequences, max_turns).
 
-    ``returns`` f32 (n sequences, most turns); the rest as of ``step_groups``. ``present`` are the turns whose tokens a
-    sequence has, so that one which several rows of a rollout report counts once. An episode that comes back into a
-    state counts as often as it does. Source: Feng et al. 2025, Group-in-Group Policy Optimization for LLM Agent
-    Training (GiGPO), step relative advantages.
+    The return from each turn on is compared with those of the other turns of its step-level group
+    (``step_groups``). It is 0 where ``present`` is False. An episode that returns to a state counts
+    once per visit. Source: Feng et al. 2025, Group-in-Group Policy Optimization for LLM Agent Training
+    (GiGPO), step relative advantages.
+
+    Args:
+        returns: Return from each turn on, f32 (n_sequences, max_turns).
+        states: State at the start of each turn, i64 (n_sequences, max_turns).
+        present: Turns whose tokens the sequence contains, bool (n_sequences, max_turns). A turn that
+            several sequences of a rollout report is present in one of them only, so it counts once.
+        group: As for an estimator.
+        estimator: The estimator that compares the returns.
     """
-    found, own = torch.zeros_like(returns), step_groups(states, present, group)
-    found[present] = estimator(returns[present], torch.ones_like(own, dtype=torch.bool), own)
-    return found
+    advantages = torch.zeros_like(returns)
+    step_group = step_groups(states, present, group)
+    advantages[present] = estimator(returns[present], torch.ones_like(step_group, dtype=torch.bool), step_group)
+    return advantages
 
 
-def of_tokens(advantages: Tensor, turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
-    """Spread ``advantages`` f32 (n sequences, most turns) over tokens: f32 (n,), 0 outside ``mask``. ``turn`` i32 (n,)
-    is the turn of each predicted token. Raises ValueError when a token of the mask is in no turn of its sequence."""
-    inside = _turns_inside(turn, sequence, mask, counts)
-    return torch.where(mask, advantages[sequence, inside], 0.0) if advantages.numel() else torch.zeros(len(mask))
+def spread_over_tokens(advantages: Tensor, turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
+    """Return the advantage of each token's turn, f32 (n,), 0 outside ``mask``.
+
+    Args:
+        advantages: Advantage of every turn, f32 (n_sequences, max_turns).
+        turn: Turn of each predicted token within its sequence, i32 (n,).
+        sequence: Sequence of each predicted token, i64 (n,).
+        mask: Which tokens train, bool (n,).
+        counts: Number of turns of each sequence, i64 (n_sequences,).
+
+    Raises ValueError if a token of the mask is in no turn of its sequence.
+    """
+    checked_turn = _check_turns(turn, sequence, mask, counts)
+    return torch.where(mask, advantages[sequence, checked_turn], 0.0) if advantages.numel() else torch.zeros(len(mask))
 
 
-def _turns_inside(turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
-    inside = torch.where(mask, turn.long(), 0)
-    if bool(((inside < 0) | (inside >= counts[sequence]))[mask].any()):
+def _check_turns(turn: Tensor, sequence: Tensor, mask: Tensor, counts: Tensor) -> Tensor:
+    """Return the turn of each token, i64 (n,), with 0 outside the mask.
+
+    Raises ValueError if a token of the mask is in no turn of its sequence.
+    """
+    checked = torch.where(mask, turn.long(), 0)
+    if bool(((checked < 0) | (checked >= counts[sequence]))[mask].any()):
         raise ValueError("turn_ids: a trained token is in no turn that has a reward in turn_rewards")
-    return inside
+    return checked
 
 
 class ValueEstimate(NamedTuple):
-    """Holds ``advantages`` and ``returns`` f32 (n,), 0 outside their masks, and ``valued`` bool (n,): the positions
-    whose return the critic learns."""
+    """Advantages by GAE and the returns that the critic is trained on."""
 
     advantages: Tensor
+    """Advantage of every token, f32 (n,), 0 outside the mask."""
     returns: Tensor
+    """Return of every position in ``valued``, f32 (n,), 0 elsewhere."""
     valued: Tensor
+    """Positions whose return the critic is trained on, bool (n,)."""
 
 
-def generalised(rewards: Tensor, values: Tensor, present: Tensor, discount: float, lam: float) -> Tensor:
-    """Return the advantage of every decision, f64 (n, k); where ``present`` is False it means nothing.
+def generalised_advantages(rewards: Tensor, values: Tensor, present: Tensor, discount: float, lam: float) -> Tensor:
+    """Return the GAE advantage of every decision, f64 (n, k); undefined where ``present`` is False.
 
-    A row holds the decisions of a sequence in their order: ``rewards`` f64 (n, k) is what follows each, ``values`` f64
-    (n, k) that of the state it was made in. Behind the last decision the value is 0: the sequence is over. Where
-    ``present`` (bool) is False nothing was decided and no value is known; what is earned there belongs to the decision
-    before, discounted by the distance.
+    Each row holds the decisions of one sequence in order. The value after the last decision is 0: the
+    sequence has ended.
+
+    Args:
+        rewards: Reward after each decision, f64 (n, k).
+        values: Value of the state that each decision was made in, f64 (n, k).
+        present: Whether the entry is a decision with a value, bool (n, k). The reward of an entry that
+            is none belongs to the previous decision, discounted by the distance.
+        discount: Discount factor per entry.
+        lam: Lambda of GAE.
     """
-    following, advantage = rewards.new_zeros(len(rewards)), rewards.new_zeros(len(rewards))
-    found = torch.zeros_like(rewards)
+    next_value = rewards.new_zeros(len(rewards))
+    advantage = rewards.new_zeros(len(rewards))
+    advantages = torch.zeros_like(rewards)
     for k in range(rewards.shape[1] - 1, -1, -1):
-        here, earned = present[:, k], rewards[:, k] + discount * following
-        advantage = discount * torch.where(here, lam, 1.0) * advantage
-        advantage = torch.where(here, earned - values[:, k] + advantage, advantage)
-        following = torch.where(here, values[:, k], earned)
-        found[:, k] = advantage
-    return found
+        is_decision = present[:, k]
+        target = rewards[:, k] + discount * next_value
+        # An entry without a decision only passes advantage and reward on to the previous decision.
+        advantage = discount * torch.where(is_decision, lam, 1.0) * advantage
+        advantage = torch.where(is_decision, target - values[:, k] + advantage, advantage)
+        next_value = torch.where(is_decision, values[:, k], target)
+        advantages[:, k] = advantage
+    return advantages
 
 
-def of_sampled_tokens(
+def token_value_estimate(
     rewards: Tensor, values: Tensor, mask: Tensor, sequence: Tensor, n_sequences: int, discount: float, lam: float
 ) -> ValueEstimate:
-    """Take every token of ``mask`` as a decision: the next one is the policy's next token, however much text of the
-    environment stands between them.
+    """Return the GAE estimate with every token of ``mask`` as one decision.
 
-    ``rewards`` and ``values`` f32 (n,), ``mask`` bool (n,), ``sequence`` i64 (n,) sorted, in [0, n_sequences). The
-    return of a token is its advantage plus its value. Positions outside the mask may hold anything.
+    The next decision is the next token of the policy, whatever environment text lies between. The
+    return of a token is its advantage plus its value. Positions outside the mask may hold any value.
+
+    Args:
+        rewards: Reward of each predicted token, f32 (n,).
+        values: Value of the state before each predicted token, f32 (n,).
+        mask: Which tokens train, bool (n,).
+        sequence: Sequence of each predicted token in [0, n_sequences), sorted, i64 (n,).
+        n_sequences: Number of sequences.
+        discount: Discount factor per token of the mask.
+        lam: Lambda of GAE.
     """
-    chosen, rank, most = _ranked(sequence[mask], n_sequences)
-    earned, value = torch.zeros(2, n_sequences, most, dtype=torch.float64)
-    present = torch.zeros(n_sequences, most, dtype=torch.bool)
-    earned[chosen, rank], value[chosen, rank], present[chosen, rank] = (
-        rewards[mask].double(),
-        values[mask].double(),
-        True,
-    )
-    found = generalised(earned, value, present, discount, lam)
-    advantages, returns = torch.zeros(2, len(mask))
-    advantages[mask] = found[chosen, rank].float()
-    returns[mask] = (found + value)[chosen, rank].float()
+    owner, rank, longest = _rank_within_owner(sequence[mask], n_sequences)
+    reward_table = torch.zeros(n_sequences, longest, dtype=torch.float64)
+    value_table = torch.zeros(n_sequences, longest, dtype=torch.float64)
+    present = torch.zeros(n_sequences, longest, dtype=torch.bool)
+    reward_table[owner, rank] = rewards[mask].double()
+    value_table[owner, rank] = values[mask].double()
+    present[owner, rank] = True
+    decision_advantages = generalised_advantages(reward_table, value_table, present, discount, lam)
+    advantages = torch.zeros(len(mask))
+    returns = torch.zeros(len(mask))
+    advantages[mask] = decision_advantages[owner, rank].float()
+    returns[mask] = (decision_advantages + value_table)[owner, rank].float()
     return ValueEstimate(advantages, returns, mask)
 
 
-def of_turns(
+def turn_value_estimate(
     rewards: Tensor,
     turn_rewards: Tensor,
     counts: Tensor,
@@ -315,33 +408,48 @@ def of_turns(
     discount: float,
     lam: float,
 ) -> ValueEstimate:
-    """Take every turn as one decision, made in the state before its first token; all its tokens get its advantage, and
-    the critic learns the return of that state.
+    """Return the GAE estimate with every turn as one decision, made in the state before its first token.
 
-    ``turn_rewards`` f32 (sum of ``counts``,) follow the turns, sequence after sequence; ``rewards`` f32 (n,) are added
-    to the turn of their token. ``turn`` (n,) is the turn of each predicted token; the rest is as in
-    ``of_sampled_tokens``. Raises ValueError when a token of the mask is in no turn of its sequence.
+    All tokens of a turn get its advantage; the critic is trained on the return of that state.
+
+    Args:
+        rewards: Reward of each predicted token, f32 (n,), added to the reward of its turn.
+        turn_rewards: Rewards of the turns, sequence after sequence, f32 (sum of ``counts``,).
+        counts: Number of turns of each sequence, i64 (n_sequences,).
+        values: Value of the state before each predicted token, f32 (n,).
+        turn: Turn of each predicted token within its sequence, int (n,).
+        mask: Which tokens train, bool (n,).
+        sequence: Sequence of each predicted token, sorted, i64 (n,).
+        discount: Discount factor per turn.
+        lam: Lambda of GAE.
+
+    Raises ValueError if a token of the mask is in no turn of its sequence.
     """
-    inside = _turns_inside(turn, sequence, mask, counts)
+    checked_turn = _check_turns(turn, sequence, mask, counts)
     first = first_of_turn(turn, mask, sequence)
-    owner, number, most = _ranked(torch.repeat_interleave(torch.arange(len(counts)), counts), len(counts))
-    earned, value = torch.zeros(2, len(counts), most, dtype=torch.float64)
-    present = torch.zeros(len(counts), most, dtype=torch.bool)
-    earned[owner, number] = turn_rewards.double()
-    earned.index_put_((sequence[mask], inside[mask]), rewards[mask].double(), accumulate=True)
-    value[sequence[first], inside[first]] = values[first].double()
-    present[sequence[first], inside[first]] = True
-    found = generalised(earned, value, present, discount, lam)
-    advantages, returns = torch.zeros(2, len(mask))
-    advantages[mask] = found[sequence[mask], inside[mask]].float()
-    returns[first] = (found + value)[sequence[first], inside[first]].float()
+    owner, number, max_turns = _rank_within_owner(
+        torch.repeat_interleave(torch.arange(len(counts)), counts), len(counts)
+    )
+    reward_table = torch.zeros(len(counts), max_turns, dtype=torch.float64)
+    value_table = torch.zeros(len(counts), max_turns, dtype=torch.float64)
+    present = torch.zeros(len(counts), max_turns, dtype=torch.bool)
+    reward_table[owner, number] = turn_rewards.double()
+    reward_table.index_put_((sequence[mask], checked_turn[mask]), rewards[mask].double(), accumulate=True)
+    value_table[sequence[first], checked_turn[first]] = values[first].double()
+    present[sequence[first], checked_turn[first]] = True
+    turn_advantage = generalised_advantages(reward_table, value_table, present, discount, lam)
+    advantages = torch.zeros(len(mask))
+    returns = torch.zeros(len(mask))
+    advantages[mask] = turn_advantage[sequence[mask], checked_turn[mask]].float()
+    returns[first] = (turn_advantage + value_table)[sequence[first], checked_turn[first]].float()
     return ValueEstimate(advantages, returns, first)
 
 
 def first_of_turn(turn: Tensor, mask: Tensor, sequence: Tensor) -> Tensor:
-    """Return the positions of ``mask`` whose predicted token is the first of its turn there, bool (n,)."""
-    places = torch.nonzero(mask).flatten()
-    new = torch.ones(len(places), dtype=torch.bool)
-    now, before = places[1:], places[:-1]
-    new[1:] = (turn[now] != turn[before]) | (sequence[now] != sequence[before])
-    return torch.zeros_like(mask).index_fill(0, places[new], True)
+    """Return which positions of ``mask`` predict the first token of a turn within the mask, bool (n,)."""
+    positions = torch.nonzero(mask).flatten()
+    is_first = torch.ones(len(positions), dtype=torch.bool)
+    current = positions[1:]
+    previous = positions[:-1]
+    is_first[1:] = (turn[current] != turn[previous]) | (sequence[current] != sequence[previous])
+    return torch.zeros_like(mask).index_fill(0, positions[is_first], True)

@@ -1,7 +1,7 @@
-"""Weighs the tokens of a minibatch: how the losses of tokens become one number (``ppo.loss_agg``).
+"""Aggregations of token losses into the loss of a minibatch (``ppo.loss_agg``).
 
-``AGGREGATIONS`` is the one table of it: the option's values, docs/algorithms.md and the weights come from its rows.
-Imports no torch: a row computes with whatever tensors it is given.
+``AGGREGATIONS`` is the only definition: the choices of the option, docs/algorithms.md and the weights
+of the tokens are derived from it. This module imports no torch at run time.
 """
 
 from __future__ import annotations
@@ -18,118 +18,134 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Unit:
-    """Says of which rollout, turn or prompt each token is: ``index`` i64 (n,), ``size`` numbers above all of them."""
+    """Partition of the tokens of a minibatch into rollouts, turns or prompts."""
 
     index: Tensor
+    """Index of the rollout, turn or prompt of each token in [0, size), i64 (n,)."""
     size: int
+    """Upper bound of the indices."""
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Counts the tokens of ``mask``, bool (n,), by what they belong to. ``constant`` is ``ppo.loss_scale_len``.
+    """Token counts of a minibatch per rollout, turn and prompt.
 
-    Every count is f64, at least 1, so that it may divide: a scalar, or (n,) where it is one for each token."""
+    Every count is f64 and at least 1, so that it can be a divisor. It is a scalar, or (n,) if it differs
+    between tokens.
+    """
 
     mask: Tensor
+    """Which tokens train, bool (n,)."""
     rollout: Unit
+    """The rollouts."""
     prompt: Unit
+    """The prompts (groups of rollouts)."""
     turn: Unit | None = None
+    """The turns of all rollouts; None if they are unknown."""
     constant: int = 1
+    """Divisor ``ppo.loss_scale_len``, tokens."""
 
     @cached_property
-    def tokens(self) -> Tensor:
-        """T, all tokens."""
+    def n_tokens(self) -> Tensor:
+        """T, the number of tokens, scalar."""
         return self.mask.double().sum().clamp(min=1)
 
-    def of(self, unit: Unit) -> Tensor:
-        """How many tokens the rollout, turn or prompt of each token has, (n,)."""
+    def tokens_in(self, unit: Unit) -> Tensor:
+        """Return the number of tokens in the rollout, turn or prompt of each token, (n,)."""
         return self._count(unit)[unit.index].clamp(min=1)
 
-    def number(self, unit: Unit) -> Tensor:
-        """How many rollouts, turns or prompts have a token."""
+    def number_of(self, unit: Unit) -> Tensor:
+        """Return the number of rollouts, turns or prompts with at least one token, scalar."""
         return (self._count(unit) > 0).sum().clamp(min=1).double()
 
     @property
     def turns(self) -> Unit:
-        """The turns. Raises ValueError where nobody said which turn a token is of."""
+        """The turns. Raises ValueError if they are unknown."""
         if self.turn is None:
             raise ValueError("a ppo.loss_agg that counts turns needs the key turn_ids")
         return self.turn
 
     @cached_property
-    def turns_of_rollout(self) -> Tensor:
-        """How many turns with a token the rollout of each token has, (n,)."""
-        first = self.mask.double() / self.of(self.turns)
-        count = first.new_zeros(self.rollout.size).index_add(0, self.rollout.index, first)
+    def turns_in_rollout(self) -> Tensor:
+        """Number of turns with at least one token in the rollout of each token, (n,)."""
+        # Each token adds 1 / (tokens of its turn), so every turn adds 1 up to rounding.
+        share_of_turn = self.mask.double() / self.tokens_in(self.turns)
+        count = share_of_turn.new_zeros(self.rollout.size).index_add(0, self.rollout.index, share_of_turn)
         return count[self.rollout.index].round().clamp(min=1)
 
     def _count(self, unit: Unit) -> Tensor:
+        """Return the number of tokens of each rollout, turn or prompt, f64 (unit.size,)."""
         mask = self.mask.double()
         return mask.new_zeros(unit.size).index_add(0, unit.index, mask)
 
 
 @dataclass(frozen=True)
 class Aggregation:
-    """Describes one way: ``weight`` returns what multiplies the loss of each token, f64, a scalar or (n,); ``formula``
-    says it in the letters of ``LETTERS``. ``by_turn``: it needs to know the turn of every token."""
+    """A way to aggregate the losses of tokens."""
 
     weight: Callable[[TokenCounts], Tensor]
+    """Function that returns the weight of each token's loss, f64, a scalar or (n,)."""
     formula: str
+    """The weight in the symbols that ``LETTERS`` explains."""
     source: str
+    """Publication."""
     when: str
+    """Effect and use, for docs/algorithms.md."""
     by_turn: bool = False
+    """Whether the turn of every token is required."""
 
 
 LETTERS = (
     "T tokens, S rollouts, K turns and P prompts (groups) with a trained token; o_i are the tokens of rollout i, K_i "
     "its turns, t the tokens of a turn, T_g those of a group. All are counted over the whole minibatch, before "
-    "anything is left out for having no advantage"
+    "sequences without an advantage are dropped"
 )
+"""Explanation of the symbols in the formulas, for docs/algorithms.md."""
 
 AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
     {
         "token_mean": Aggregation(
-            lambda n: 1 / n.tokens,
+            lambda n: 1 / n.n_tokens,
             "1 / T",
             "Yu et al. 2025, DAPO, eq. 8; PPO",
-            "every token counts the same, so long rollouts count more",
+            "all tokens have the same weight, so long rollouts have more",
         ),
         "seq_mean_token_mean": Aggregation(
-            lambda n: 1 / (n.number(n.rollout) * n.of(n.rollout)),
+            lambda n: 1 / (n.number_of(n.rollout) * n.tokens_in(n.rollout)),
             "1 / (S abs(o_i))",
             "Shao et al. 2024, GRPO, eq. 3",
-            "every rollout counts the same; a long wrong one is punished less per token",
+            "all rollouts have the same weight; a long wrong one is punished less per token",
         ),
         "seq_mean_token_sum": Aggregation(
-            lambda n: 1 / n.number(n.rollout),
+            lambda n: 1 / n.number_of(n.rollout),
             "1 / S",
             "Williams 1992, REINFORCE",
-            "the gradient of the mean return itself; its size grows with the length",
+            "the gradient of the mean return itself; its scale grows with the length",
         ),
         "constant": Aggregation(
-            lambda n: 1 / (n.number(n.rollout) * n.constant),
+            lambda n: 1 / (n.number_of(n.rollout) * n.constant),
             "1 / (S loss_scale_len)",
             "Liu et al. 2025, Dr. GRPO",
-            "that, with a size that does not depend on the batch",
+            "as seq_mean_token_sum, with a scale that does not depend on the batch",
         ),
         "prompt_mean_token_mean": Aggregation(
-            lambda n: 1 / (n.number(n.prompt) * n.of(n.prompt)),
+            lambda n: 1 / (n.number_of(n.prompt) * n.tokens_in(n.prompt)),
             "1 / (P T_g)",
             "Khatri et al. 2025, ScaleRL",
-            "every task counts the same, however long its rollouts are",
+            "all tasks have the same weight, however long their rollouts are",
         ),
         "turn_mean_token_mean": Aggregation(
-            lambda n: 1 / (n.number(n.turns) * n.of(n.turns)),
+            lambda n: 1 / (n.number_of(n.turns) * n.tokens_in(n.turns)),
             "1 / (K abs(t))",
             "the token mean with turns as actions",
-            "every turn counts the same: a long thought does not outweigh a short command",
+            "all turns have the same weight: long reasoning does not outweigh a short command",
             by_turn=True,
         ),
         "seq_mean_turn_mean": Aggregation(
-            lambda n: 1 / (n.number(n.rollout) * n.turns_of_rollout * n.of(n.turns)),
+            lambda n: 1 / (n.number_of(n.rollout) * n.turns_in_rollout * n.tokens_in(n.turns)),
             "1 / (S K_i abs(t))",
             "the GRPO mean with turns as actions",
-            "every rollout counts the same, and in it every turn",
+            "all rollouts have the same weight, and within a rollout all turns",
             by_turn=True,
         ),
     }

@@ -1,4 +1,4 @@
-"""Scores a batch without training: rewards from environment scores, and log-probabilities of a role."""
+"""Inference calls: rewards from environment scores, and log-probabilities of a role."""
 
 from __future__ import annotations
 
@@ -16,23 +16,33 @@ from realhf.api.sample import SequenceSample
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def scored(values: FloatArray, scaling: float, bias: float, clip: float) -> FloatArray:
-    """Return clip((value + bias) * scaling, +-clip) in fp32; NaN stays NaN."""
+def shape_rewards(values: FloatArray, scaling: float, bias: float, clip: float) -> FloatArray:
+    """Return (value + bias) * scaling, clipped to +-``clip``, in fp32. NaN stays NaN."""
     rewards = (values + np.float32(bias)) * np.float32(scaling)
     return np.minimum(np.maximum(rewards, np.float32(-clip)), np.float32(clip))
 
 
 def overlong_penalty(tokens: Tensor, length: int, buffer: float) -> Tensor:
-    """Return what a rollout of so many sampled tokens, i64 (n,), gets beside its reward, f32 (n,) from 0 to -1: with
-    L_cache = buffer * length, 0 up to length - L_cache, then linearly down to -1 at length, and -1 from there on.
-    Source: Yu et al. 2025, DAPO, eq. 13."""
-    cache = buffer * length
-    return ((length - cache - tokens.double()) / cache).clamp(-1.0, 0.0).float()
+    """Return the length penalty of rollouts, f32 (n,) in [-1, 0], which is added to their rewards.
+
+    It is 0 up to (1 - buffer) * length tokens, falls linearly to -1 at ``length`` and stays there.
+    Source: Yu et al. 2025, DAPO, eq. 13.
+
+    Args:
+        tokens: Number of sampled tokens of each rollout, i64 (n,).
+        length: Length of the full penalty, tokens.
+        buffer: Fraction of ``length`` over which the penalty grows.
+    """
+    buffer_tokens = buffer * length
+    return ((length - buffer_tokens - tokens.double()) / buffer_tokens).clamp(-1.0, 0.0).float()
 
 
 def length_penalties(sample: SequenceSample, length: int | None, buffer: float) -> Tensor:
-    """Return the ``overlong_penalty`` of each sequence's rollout, f32 (n sequences,), for the tokens that ``loss_mask``
-    marks in all its sequences; 0 without a ``length``, where no tokens are read."""
+    """Return the ``overlong_penalty`` of each sequence's rollout, f32 (n_sequences,).
+
+    The tokens of a rollout are those in ``loss_mask``, summed over its sequences. Without ``length`` or
+    with ``buffer`` 0 the result is a scalar 0 and ``loss_mask`` is not read.
+    """
     if length is None or not buffer:
         return torch.zeros(())
     tokens = PredictedTokens.of(sample)
@@ -41,10 +51,14 @@ def length_penalties(sample: SequenceSample, length: int | None, buffer: float) 
 
 
 class OutcomeRewardInterface:
-    """Computes ``rewards`` (or what ``output_key`` calls them) from ``env_rewards``: clip((score + reward_bias) *
-    reward_scaling, +-max_reward_clip), f32, one per sequence (docs/reference/dataflow.md 10, Score). Where the key
-    ``outcome`` reports a failure the reward is NaN: a failed episode has no reward, not reward 0. With
-    ``overlong_length`` and ``overlong_buffer`` its penalty for length is added (``length_penalties``)."""
+    """Inference call that computes rewards from environment scores.
+
+    The reward of a sequence is (``env_rewards`` + reward_bias) * reward_scaling, clipped to
+    +-max_reward_clip, f32 (docs/reference/dataflow.md 10, Score), plus the length penalty if
+    ``overlong_length`` and ``overlong_buffer`` are set (``length_penalties``). It is NaN if the key
+    ``outcome`` reports a failure: a failed episode has no reward, which differs from reward 0. The key of
+    the result is ``output_key``.
+    """
 
     def __init__(
         self,
@@ -64,15 +78,17 @@ class OutcomeRewardInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the rewards with the lengths of ``env_rewards``, and the statistics ``reward_mean`` and ``n_scored``
-        over the sequences that have a reward. Raises ValueError where ``outcome`` calls a rollout valid and its score
-        is not finite."""
+        """Return the rewards, with the lengths of ``env_rewards``, and their statistics.
+
+        ``reward_mean`` is over the ``n_scored`` sequences with a reward. Raises ValueError if a valid
+        rollout has a score that is not finite.
+        """
         scores = sample["env_rewards"].float().cpu().numpy()
         if "outcome" in sample.keys:
             valid = sample["outcome"].cpu().numpy() == 0
             _check_scores(sample, scores, valid)
             scores = np.where(valid, scores, np.float32(math.nan))
-        rewards = scored(scores, self._scaling, self._bias, self._clip)
+        rewards = shape_rewards(scores, self._scaling, self._bias, self._clip)
         rewards = rewards + length_penalties(sample, *self._overlong).numpy()
         finite = [reward for reward in rewards.tolist() if not math.isnan(reward)]
         out = SequenceSample.from_lengths(
@@ -88,18 +104,26 @@ class OutcomeRewardInterface:
 
 
 def _check_scores(sample: SequenceSample, scores: FloatArray, valid: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-    """Raise ValueError that names the first sample with a valid rollout and no finite score: it is no failure that was
-    marked as one, so a mean without it would be wrong, and so would an infinite score that is clipped."""
-    strange = np.flatnonzero(valid & ~np.isfinite(scores))
-    if len(strange):
-        row = int(strange[0])
-        at = int(sample.group_index("env_rewards")[row])
-        raise ValueError(f"env_rewards of sample {sample.ids[at]!r} is {scores[row]} for a rollout that did not fail")
+    """Raise ValueError naming the first sample with a valid rollout whose score is not finite.
+
+    Such a score is an error of the environment: leaving it out would bias the mean, and clipping an
+    infinite score would hide it.
+    """
+    not_finite = np.flatnonzero(valid & ~np.isfinite(scores))
+    if len(not_finite):
+        row = int(not_finite[0])
+        index = int(sample.group_index("env_rewards")[row])
+        raise ValueError(
+            f"env_rewards of sample {sample.ids[index]!r} is {scores[row]} for a rollout that did not fail"
+        )
 
 
 class LogprobInterface:
-    """Computes ``output_key`` from ``packed_input_ids`` (and ``loss_mask``): f32, L-1 per sequence, the log-probability
-    of every trainable token at ``temperature``, which must be the sampling temperature."""
+    """Inference call that computes the log-probabilities of the trainable tokens under a model.
+
+    Reads ``packed_input_ids`` and, if present, ``loss_mask``. The result ``output_key`` is f32 (L-1).
+    ``temperature`` must be the sampling temperature.
+    """
 
     def __init__(self, output_key: str = "packed_ref_logprobs", temperature: float = 1.0) -> None:
         if not temperature > 0:
@@ -109,7 +133,6 @@ class LogprobInterface:
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the sample of ``output_key`` and the statistic ``n_tokens``, the number of tokens of the scored
-        sequences."""
+        """Return the sample of ``output_key``, and the number of tokens of the batch (``n_tokens``)."""
         logprobs = model.engine.logprobs(sample, temperature=self._temperature, mb_spec=context.mb_spec)
         return shifted_sample(sample, self._key, logprobs), {"n_tokens": float(sample.n_tokens("packed_input_ids"))}

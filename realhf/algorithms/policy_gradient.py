@@ -1,4 +1,4 @@
-"""Runs the policy-gradient train step: GRPO and its relatives (docs/reference/dataflow.md 10)."""
+"""Policy-gradient train step: GRPO and related algorithms (docs/reference/dataflow.md 10)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from realhf.algorithms.resolution import resolve
 from realhf.algorithms.token_advantages import (
     KLController,
     TrainedTokens,
-    counted,
+    apply_count_option,
     distillation,
     kl_of_behaviour,
     kl_of_rollouts,
-    require,
+    require_keys,
     rollout_means,
     shared_states,
     token_advantages,
@@ -43,11 +43,11 @@ from realhf.algorithms.train_step import (
     RL,
     NonFiniteGuard,
     PredictedTokens,
+    component_mask,
     component_weights,
-    counting,
     replace_keys,
+    split_updates,
     summary,
-    updates_of,
     weighted_part,
 )
 from realhf.api.keys import ROLLOUT_KEY, TURN_IDS
@@ -55,26 +55,39 @@ from realhf.api.model import CallContext, Model, TrainResult
 from realhf.api.sample import SequenceSample
 from realhf.api.trace import TrainedRows
 
+N_BINS = 8
+"""Number of bins of the histogram of head staleness; the last bin counts 7 and more."""
+PLACE = "place"
+"""Key of the position in the batch of every predicted token of a minibatch, i64 (L-1)."""
+
 
 class PolicyGradientInterface:
-    """Trains one step on ``packed_input_ids, loss_mask, packed_logprobs, rewards`` and, where present, ``outcome`` (0:
-    valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``, ``proximal_logprobs``,
-    ``teacher_logprobs`` and ``rollout_index``; with ``credit=turn`` also on ``turn_ids`` and ``turn_rewards``, with
-    ``credit=state`` on ``turn_states`` too. The keys of ``COMPONENTS``, where present, say how much each token counts
-    in each term of the loss.
+    """Train call of the policy.
 
-    Advantages are computed once per step from the groups (the rollouts of one sample); then follow ``sample_reuse``
-    passes of ``ppo_n_minibatches`` optimizer steps, over rollouts shuffled by seed, step and pass. Sequences of one
-    ``rollout_index`` are rows of one rollout, which counts once wherever sequences are compared, averaged or counted,
-    unless ``ppo.count`` is ``row``. ``temperature`` is
-    the sampling temperature; ``loss_scale_len`` the divisor of ``loss_agg=constant`` where ``ppo`` does not give it.
+    Reads ``packed_input_ids``, ``loss_mask``, ``packed_logprobs`` and ``rewards``. Optional keys are
+    ``outcome`` (0: valid), ``seq_no_eos_mask``, ``packed_versions``, ``packed_ref_logprobs``,
+    ``proximal_logprobs``, ``teacher_logprobs`` and ``rollout_index``; with ``credit=turn`` also
+    ``turn_ids`` and ``turn_rewards``, with ``credit=state`` in addition ``turn_states``. The keys of
+    ``COMPONENTS``, if present, weight each token in each term of the loss.
 
-    A sequence without any advantage contributes nothing to a pure policy gradient, so it is left out of the forward and
-    backward pass; the normalisers T and S still count it. With a KL term or an entropy bonus such a sequence does
-    contribute and stays in. ``skip_zero_advantage=False`` keeps all (the gradient is the same; tests compare both).
+    Advantages are computed once per step from the groups (the rollouts of one sample). Then follow
+    ``sample_reuse`` passes of ``ppo_n_minibatches`` optimizer steps over rollouts, shuffled by seed,
+    step and pass. Sequences with the same ``rollout_index`` belong to one rollout, which counts once
+    wherever sequences are compared, averaged or counted, unless ``ppo.count`` is ``row``.
 
-    Train steps before ``first_step`` make no update: there a critic learns what the policy is worth as it is.
-    ``algorithm`` holds the own options of an algorithm of somebody's own (``ppo.algo=FILE.py:NAME``).
+    A sequence whose advantages are all 0 has no policy gradient, so it is dropped from the forward and
+    backward pass; the normalisers T and S still count it. With a KL term or an entropy bonus such a
+    sequence has a gradient and is kept.
+
+    Args:
+        ppo: Options of the section ``ppo``, as an object or as plain values.
+        temperature: Sampling temperature.
+        loss_scale_len: Divisor of ``loss_agg=constant`` if ``ppo`` does not set it, tokens.
+        skip_zero_advantage: Whether to drop sequences without a gradient. False gives the same gradient.
+        first_step: Train steps before this one make no update, so that a critic can warm up first.
+        algorithm: Options of a custom algorithm (``ppo.algo=FILE.py:NAME``).
+
+    Raises ValueError for invalid options and for a temperature that is not positive.
     """
 
     def __init__(
@@ -97,12 +110,15 @@ class PolicyGradientInterface:
         self._kl = KLController(self.options)
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
-        """Train one step. Raises ValueError on a missing key. After ``max_nonfinite_steps`` consecutive updates without
-        a finite gradient the statistic ``stop`` holds the reason."""
-        require(sample, self._needed_keys())
-        sample = counted(sample, self.options)
+        """Train one step and return its statistics. Raises ValueError for a missing key.
+
+        After ``max_nonfinite_steps`` consecutive updates without a finite gradient the statistic
+        ``stop`` contains the reason.
+        """
+        require_keys(sample, self._needed_keys())
+        sample = apply_count_option(sample, self.options)
         stats = self._staleness(sample, context.step)
-        if self._kl_of_proximal and not self.options.needs_actor_inf:
+        if self._rewards_need_proximal and not self.options.needs_actor_inf:
             sample = self._with_proximal(model, sample, context)
         prepared, batch_stats = self.prepare(sample)
         self._kl.observe(batch_stats.get("kl_of_sequence", 0.0), int(batch_stats["n_trainable_rollouts"]))
@@ -113,9 +129,10 @@ class PolicyGradientInterface:
         for part in parts:
             objective = PolicyObjective(self.options, context.step, self._temperature, recorded=record is not None)
             result = model.engine.train_batch(part, objective, mb_spec=context.mb_spec)
-            if not results:  # Later ones run after an update: theirs is no mismatch of engine and trainer.
-                compared = counting(part, RL, PredictedTokens.of(part).mask)
-                stats |= mismatch_statistics(result.kept[MISMATCH][compared])
+            if not results:
+                # Only before the first update do engine and trainer have the same weights.
+                trained_mask = component_mask(part, RL, PredictedTokens.of(part).mask)
+                stats |= mismatch_statistics(result.kept[MISMATCH][trained_mask])
             if record is not None:
                 record.add(part, result.kept)
             results.append(result)
@@ -125,22 +142,23 @@ class PolicyGradientInterface:
             context.recorder.trained(
                 record.rows(sample["packed_versions"] if "packed_versions" in sample.keys else None)
             )
-        return {**batch_stats, **stats, **summary(results), **self._guard.verdict()}
+        return {**batch_stats, **stats, **summary(results), **self._guard.stop_statistics()}
 
     @property
-    def _kl_of_proximal(self) -> bool:
-        """Return whether the proximal policy stands for the behaviour policy in the KL part of the reward, or beside
-        the teacher."""
+    def _rewards_need_proximal(self) -> bool:
+        """Whether the KL reward or the distillation advantage is computed with the proximal policy."""
         options = self.options
-        by_teacher = options.needs_teacher and options.prox_logp_method == "recompute"
-        return by_teacher or (options.recompute_logprob and options.kl_ctl != 0)
+        for_teacher = options.needs_teacher and options.prox_logp_method == "recompute"
+        return for_teacher or (options.recompute_logprob and options.kl_ctl != 0)
 
     def _needed_keys(self) -> tuple[str, ...]:
+        """Return the keys that the options require in a batch."""
         versions = ("packed_versions",) if self.options.prox_logp_method == "loglinear" else ()
         truncated = ("seq_no_eos_mask",) if self.options.mask_too_long else ()
         return (*self.options.scored_keys, *versions, *truncated, *self.options.turn_keys)
 
     def _staleness(self, sample: SequenceSample, step: int) -> dict[str, float]:
+        """Return the staleness statistics of the valid sequences."""
         if "packed_versions" not in sample.keys:
             return {}
         tokens = PredictedTokens.of(sample)
@@ -148,55 +166,67 @@ class PolicyGradientInterface:
         return staleness_statistics(sample["packed_versions"].cpu(), tokens, step)
 
     def _minibatches(self, model: Model, prepared: SequenceSample, context: CallContext) -> list[SequenceSample]:
-        """Return what each update trains on. With several updates the proximal log-probabilities are computed here,
-        before the first; with one they are those of its own forward pass."""
+        """Return the minibatch of each update, without empty ones.
+
+        With several updates the proximal log-probabilities are computed here, before the first one.
+        With one update they equal the log-probabilities of its own forward pass.
+        """
         options = self.options
         if options.n_updates > 1 and options.prox_logp_method == "recompute" and PROXIMAL not in prepared.keys:
-            prepared = self._with_proximal(model, prepared, context, only=self._contributes(prepared))
-        parts = updates_of(prepared, options.ppo_n_minibatches, options.sample_reuse, context.seed)
-        return [chosen for part in parts if (chosen := self._trained_part(part)) is not None]
+            prepared = self._with_proximal(model, prepared, context, only=self._has_gradient(prepared))
+        parts = split_updates(prepared, options.ppo_n_minibatches, options.sample_reuse, context.seed)
+        return [trained for part in parts if (trained := self._trained_part(part)) is not None]
 
     def _with_proximal(
         self, model: Model, sample: SequenceSample, context: CallContext, only: Tensor | None = None
     ) -> SequenceSample:
-        """Add the proximal log-probabilities. Only sequences in ``only``, bool (n sequences,), are scored."""
-        scored = sample
+        """Return the sample with the proximal log-probabilities.
+
+        If ``only`` bool (n_sequences,) is given, other sequences are not computed and get 0.
+        """
+        scored_sample = sample
         if only is not None:
-            tokens = torch.from_numpy(sample.lengths("packed_input_ids").values)
-            mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(only, tokens)
-            scored = replace_keys(sample, per_token={"loss_mask": mask})
-        logprobs = model.engine.logprobs(scored, temperature=self._temperature, mb_spec=context.mb_spec)
+            lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
+            mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(only, lengths)
+            scored_sample = replace_keys(sample, per_token={"loss_mask": mask})
+        logprobs = model.engine.logprobs(scored_sample, temperature=self._temperature, mb_spec=context.mb_spec)
         return replace_keys(sample, shifted={PROXIMAL: logprobs})
 
     def prepare(self, sample: SequenceSample) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the batch with ``advantages`` f32 (L-1) and with ``loss_mask`` False on invalid (and, with
-        ``mask_too_long``, truncated) sequences; and statistics of the batch."""
-        sample = counted(sample, self.options)
-        trained, scores = TrainedTokens.of(sample, self.options), sample["rewards"].cpu().float()
-        tokens, valid, mask = trained.tokens, trained.valid, trained.tokens.mask
-        sampled = PredictedTokens.of(sample).mask & valid[tokens.sequence]  # Whether a limit cut them off or not.
-        sampled_tokens = replace(tokens, mask=counting(sample, RL, sampled))
+        """Return the batch with ``advantages`` f32 (L-1), and the statistics of the batch.
+
+        ``loss_mask`` is False on invalid and, with ``mask_too_long``, truncated sequences.
+        """
+        sample = apply_count_option(sample, self.options)
+        trained = TrainedTokens.of(sample, self.options)
+        rewards = sample["rewards"].cpu().float()
+        tokens = trained.tokens
+        valid = trained.valid
+        mask = trained.tokens.mask
+        # Length and entropy statistics include truncated sequences, even if those do not train.
+        valid_mask = PredictedTokens.of(sample).mask & valid[tokens.sequence]
+        valid_tokens = replace(tokens, mask=component_mask(sample, RL, valid_mask))
         kl = kl_of_behaviour(sample, self.options, mask)
-        advantages, distilled = self._advantages(sample, trained, kl)
+        advantages, distillation_stats = self._advantages(sample, trained, kl)
         lengths = torch.from_numpy(sample.lengths("packed_input_ids").values)
         token_mask = sample["loss_mask"].cpu().bool() & torch.repeat_interleave(trained.trainable, lengths)
-        signal = torch.zeros(len(sample), dtype=torch.bool)
-        signal[tokens.group[torch.unique(tokens.sequence[advantages != 0])]] = True
+        has_signal = torch.zeros(len(sample), dtype=torch.bool)
+        has_signal[tokens.group[torch.unique(tokens.sequence[advantages != 0])]] = True
         out = replace_keys(
             sample.select(self._trained_keys(sample)),
             per_token={"loss_mask": token_mask},
             shifted={ADVANTAGES: advantages},
         )
-        means, has = rollout_means(scores, valid, tokens.rollout)
+        means, has_reward = rollout_means(rewards, valid, tokens.rollout)
         stats = {
-            "reward_mean": float(means[has].mean()) if bool(has.any()) else 0.0,
-            "reward_std": float(means[has].std()) if int(has.sum()) > 1 else 0.0,
-            "groups_with_signal": float(signal.sum()),
+            "reward_mean": float(means[has_reward].mean()) if bool(has_reward.any()) else 0.0,
+            "reward_std": float(means[has_reward].std()) if int(has_reward.sum()) > 1 else 0.0,
+            "groups_with_signal": float(has_signal.sum()),
             "n_groups": float(len(torch.unique(tokens.group))),
-            **_length_statistics(sample, sampled_tokens, valid, self.options),
-            **_entropy_statistics(sample, sampled_tokens),
+            **_length_statistics(sample, valid_tokens, valid, self.options),
+            **_entropy_statistics(sample, valid_tokens),
             **self._kl_statistics(kl, trained),
-            **distilled,
+            **distillation_stats,
             **({"shared_states": shared_states(sample, trained)} if self.options.credit == "state" else {}),
             "n_sequences": float(tokens.n_sequences),
             "n_rollouts": float(tokens.n_rollouts),
@@ -209,8 +239,12 @@ class PolicyGradientInterface:
     def _advantages(
         self, sample: SequenceSample, trained: TrainedTokens, kl: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """Return the advantage of every token, f32 (L-1), 0 outside the mask, and what a teacher says of them."""
-        options, mask = self.options, trained.tokens.mask
+        """Return the advantage of every token, f32 (L-1), and the statistics of the distillation.
+
+        It is the weighted sum of the advantage from rewards and that from a teacher, 0 outside the mask.
+        """
+        options = self.options
+        mask = trained.tokens.mask
         advantages = torch.zeros(len(mask))
         if options.rl_weight:
             advantages = token_advantages(sample, options, trained, kl, self._kl.value)
@@ -218,53 +252,65 @@ class PolicyGradientInterface:
                 advantages = normalise(advantages, mask)
         if not options.distill_weight:
             return advantages, {}
-        by_teacher, apart = distillation(sample, options, mask)
-        mixed = options.rl_weight * advantages + options.distill_weight * by_teacher
-        return mixed, {"kl_teacher": float(apart.double().sum() / mask.sum().clamp(min=1))}
+        teacher_advantages, teacher_kl = distillation(sample, options, mask)
+        mixed = options.rl_weight * advantages + options.distill_weight * teacher_advantages
+        return mixed, {"kl_teacher": float(teacher_kl.double().sum() / mask.sum().clamp(min=1))}
 
     def _kl_statistics(self, kl: Tensor, trained: TrainedTokens) -> dict[str, float]:
-        """Return how many rollouts train, the weight of the KL term in the reward, and what it weighs, nats a rollout;
-        the count alone without the term."""
-        weighed, n = kl_of_rollouts(kl, trained)
-        found = {"n_trainable_rollouts": float(n)}
-        return found if self.options.kl_ctl == 0 else found | {"kl_ctl": self._kl.value, "kl_of_sequence": weighed}
+        """Return the number of trainable rollouts and, with a KL reward, its weight and the mean KL.
+
+        The mean KL is in nats per rollout.
+        """
+        kl_per_rollout, n_rollouts = kl_of_rollouts(kl, trained)
+        stats = {"n_trainable_rollouts": float(n_rollouts)}
+        if self.options.kl_ctl == 0:
+            return stats
+        return stats | {"kl_ctl": self._kl.value, "kl_of_sequence": kl_per_rollout}
 
     def _trained_keys(self, sample: SequenceSample) -> list[str]:
-        """List the keys of the input that the loss reads. ``proximal_logprobs`` is one only if ``actor_inf`` was asked
-        for it or this call computed it for the reward."""
+        """Return the keys of the batch that the loss reads.
+
+        ``proximal_logprobs`` is one of them only if ``actor_inf`` provides it or this call computed it
+        for the reward.
+        """
         keys = ["packed_input_ids", "packed_logprobs", "packed_ref_logprobs", ROLLOUT_KEY, *COMPONENTS]
         if AGGREGATIONS[self.options.loss_agg].by_turn:
             keys.append(TURN_IDS)
-        if self.options.needs_actor_inf or self._kl_of_proximal:
+        if self.options.needs_actor_inf or self._rewards_need_proximal:
             keys.append(PROXIMAL)
         if self.options.prox_logp_method == "loglinear":
             keys.append("packed_versions")
         return [key for key in keys if key in sample.keys]
 
     def _trained_part(self, part: SequenceSample) -> SequenceSample | None:
-        """Return the minibatch with its loss weights, without the sequences that cannot contribute; None if it is
-        empty."""
-        weights = component_weights(part, self.options.loss_agg, self.options.loss_scale_len or 1)
-        return weighted_part(part, weights, self._contributes(part))
+        """Return the minibatch with loss weights and without sequences that have no gradient.
 
-    def _contributes(self, part: SequenceSample) -> Tensor:
-        """Return which sequences have a gradient, bool (n sequences,)."""
-        tokens, options = PredictedTokens.of(part), self.options
-        every_token_counts = options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
-        if every_token_counts:
+        None if no sequence is left.
+        """
+        weights = component_weights(part, self.options.loss_agg, self.options.loss_scale_len or 1)
+        return weighted_part(part, weights, self._has_gradient(part))
+
+    def _has_gradient(self, part: SequenceSample) -> Tensor:
+        """Return which sequences have a gradient, bool (n_sequences,)."""
+        tokens = PredictedTokens.of(part)
+        options = self.options
+        every_token_has_gradient = options.kl_loss_coef != 0 or options.entropy_coef != 0 or not self._skip_zero
+        if every_token_has_gradient:
             return tokens.having(tokens.mask)
-        counts = part[ADVANTAGES] != 0
+        has_gradient = part[ADVANTAGES] != 0
         for key in TOKEN_TERMS:
-            counts = counts | counting(part, key, tokens.mask)
-        return tokens.having(tokens.mask & counts)
+            has_gradient = has_gradient | component_mask(part, key, tokens.mask)
+        return tokens.having(tokens.mask & has_gradient)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of consecutive updates without a finite gradient, and the weight of the KL reward."""
         return {"nonfinite_in_a_row": self._guard.in_a_row, "kl_ctl": self._kl.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. Raises KeyError without ``nonfinite_in_a_row``; an older state has no
-        ``kl_ctl``."""
+        """Restore the state of ``state_dict``. Raises KeyError without ``nonfinite_in_a_row``.
+
+        Without ``kl_ctl`` (a state of an older version) the weight of the KL reward is unchanged.
+        """
         self._guard.in_a_row = int(state["nonfinite_in_a_row"])
         self._kl.value = float(state.get("kl_ctl", self._kl.value))
 
@@ -272,65 +318,81 @@ class PolicyGradientInterface:
 def _length_statistics(
     sample: SequenceSample, tokens: PredictedTokens, valid: Tensor, options: ResolvedOptions
 ) -> dict[str, float]:
-    """Return how many tokens valid rollouts sampled, and the fractions of those rollouts in which a token limit ended a
-    sequence, and whose length the reward punishes."""
-    blank = torch.zeros(tokens.n_rollouts, dtype=torch.int64)
-    has = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(0, tokens.rollout[valid], True)
-    count = blank.index_add(0, tokens.owner, tokens.mask.long())[has]
-    if not len(count):
+    """Return statistics of the lengths of valid rollouts in sampled tokens; {} without a valid rollout.
+
+    ``overlong_fraction`` is the fraction of rollouts whose reward has a length penalty,
+    ``too_long_fraction`` of those with a sequence that was cut off by a token limit.
+    """
+    zeros = torch.zeros(tokens.n_rollouts, dtype=torch.int64)
+    is_valid = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(0, tokens.rollout[valid], True)
+    n_tokens = zeros.index_add(0, tokens.owner, tokens.mask.long())[is_valid]
+    if not len(n_tokens):
         return {}
-    found = {"response_tokens_mean": float(count.double().mean()), "response_tokens_max": float(count.max())}
+    stats = {"response_tokens_mean": float(n_tokens.double().mean()), "response_tokens_max": float(n_tokens.max())}
     if options.overlong_length is not None:
-        free = options.overlong_length * (1 - options.overlong_buffer)
-        found["overlong_fraction"] = float((count > free).double().mean())
+        penalty_free = options.overlong_length * (1 - options.overlong_buffer)
+        stats["overlong_fraction"] = float((n_tokens > penalty_free).double().mean())
     if "seq_no_eos_mask" in sample.keys:
-        cut = blank.index_fill(0, tokens.rollout[valid & truncated_sequences(sample)], 1)
-        found["too_long_fraction"] = float(cut[has].double().mean())
-    return found
+        is_truncated = zeros.index_fill(0, tokens.rollout[valid & truncated_sequences(sample)], 1)
+        stats["too_long_fraction"] = float(is_truncated[is_valid].double().mean())
+    return stats
 
 
 def _entropy_statistics(sample: SequenceSample, tokens: PredictedTokens) -> dict[str, float]:
-    """Return an estimate of the mean entropy of the distributions that tokens were sampled from, in nats: the mean of
-    -log p over the sampled tokens of valid sequences, {} without one."""
+    """Return an estimate of the sampler's mean entropy in nats; {} without a token.
+
+    It is the mean of -log p over the sampled tokens of valid sequences.
+    """
     if "packed_logprobs" not in sample.keys:
         return {}
     logprobs = sample["packed_logprobs"].cpu()[tokens.mask]
     return {"entropy_estimate": -float(logprobs.double().mean())} if len(logprobs) else {}
 
 
-PLACE = "place"
-"""The key that says where in the batch each predicted token of a minibatch stands, i64 (L-1)."""
-
-
 class RecordedStep:
-    """Is train step ``step`` on ``batch``, which has the keys of ``PolicyGradientInterface.prepare``. ``batch`` is the
-    one to train on: its sequences may be cut into minibatches and left out as one likes."""
+    """Trace of a train step: the values of every token before and after its updates.
+
+    Attributes:
+        batch: The batch to train on in place of the given one. Its minibatches may contain any of its
+            sequences in any order: the key ``PLACE`` maps their tokens back to the batch.
+
+    Args:
+        step: Number of the train step.
+        batch: A batch with the keys of ``PolicyGradientInterface.prepare``.
+    """
 
     def __init__(self, step: int, batch: SequenceSample) -> None:
         self._step = step
         tokens = PredictedTokens.of(batch)
         size = len(tokens.mask)
-        self._tokens, self._advantages = tokens, batch[ADVANTAGES].cpu()
+        self._tokens = tokens
+        self._advantages = batch[ADVANTAGES].cpu()
         self._behaviour = batch["packed_logprobs"].cpu()
         self._lengths = np.asarray(batch.lengths("packed_input_ids").values) - 1
         self.batch = replace_keys(batch, shifted={PLACE: torch.arange(size)})
-        self._before, self._current = torch.full((size,), torch.nan), torch.full((size,), torch.nan)
-        self._ratio, self._clipped = torch.ones(size), torch.zeros(size, dtype=torch.bool)
+        self._before = torch.full((size,), torch.nan)
+        self._current = torch.full((size,), torch.nan)
+        self._ratio = torch.ones(size)
+        self._clipped = torch.zeros(size, dtype=torch.bool)
         self._updated = False
 
     def add(self, part: SequenceSample, kept: Mapping[str, Tensor]) -> None:
-        """Take a minibatch that was trained on, and what its loss kept. A later pass replaces an earlier one."""
+        """Record a trained minibatch and the values that its loss kept.
+
+        A later pass over the same tokens replaces the values of an earlier one.
+        """
         place = part[PLACE].cpu()
         if PROXIMAL in part.keys:
             self._before[place] = part[PROXIMAL].cpu().float()
         elif not self._updated:
             self._before[place] = kept[CURRENT]
         self._updated = True
-        self._current[place], self._ratio[place] = kept[CURRENT], kept[RATIO]
+        self._current[place] = kept[CURRENT]
+        self._ratio[place] = kept[RATIO]
         self._clipped[place] = kept[CLIPPED] > 0
 
     def rows(self, versions: Tensor | None) -> TrainedRows:
-        """Return what was collected; ``versions`` i32 (n,) sampled each token of the batch."""
+        """Return the recorded values. ``versions`` i32 (n,) is the version that sampled each token."""
         tokens = self._tokens
         return TrainedRows(
             self._step,
@@ -348,45 +410,51 @@ class RecordedStep:
         )
 
 
-N_BINS = 8
-"""Bins of the histogram of head staleness; the last one counts everything from 7 on."""
-
-
 def staleness_statistics(versions: Tensor, tokens: PredictedTokens, step: int) -> dict[str, float]:
-    """Return the staleness u - v of the rollouts of a train step, u = ``step`` being the version of the weights that
-    train (docs/reference/dataflow.md 1). ``versions`` i32 (n,) is the version that sampled each predicted token, -1 if
-    unknown; only tokens inside the mask count.
+    """Return the staleness of the rollouts of a train step, in weight versions.
 
-    The head is a rollout's oldest token, the tail its newest: ``staleness/head_mean, head_max, tail_mean``, and
-    ``staleness/hist_0`` ... ``hist_6``, ``hist_7plus``: fractions of rollouts by head staleness. The result is empty
-    when none has a token of known version.
+    The staleness of a token is u - v with u = ``step``, the version of the weights that train, and v the
+    version that sampled it (docs/reference/dataflow.md 1). The head is a rollout's oldest token, the
+    tail its newest. The statistics are ``staleness/head_mean``, ``head_max``, ``tail_mean``, and the
+    fractions of rollouts by head staleness, ``hist_0`` ... ``hist_6`` and ``hist_7plus``; {} if no token
+    has a known version.
+
+    Args:
+        versions: Version that sampled each predicted token, -1 if unknown, i32 (n,).
+        tokens: The predicted tokens; those outside the mask are ignored.
+        step: Number of the train step.
     """
     known = tokens.mask & (versions >= 0)
-    rollout, lag = tokens.owner[known], step - versions[known].long()
+    rollout = tokens.owner[known]
+    lag = step - versions[known].long()
     if not len(lag):
         return {}
-    blank = torch.zeros(tokens.n_rollouts, dtype=torch.int64)
-    head = blank.scatter_reduce(0, rollout, lag, "amax", include_self=False)
-    tail = blank.scatter_reduce(0, rollout, lag, "amin", include_self=False)
-    has = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(0, rollout, True)
-    head, tail = head[has], tail[has]
+    zeros = torch.zeros(tokens.n_rollouts, dtype=torch.int64)
+    head = zeros.scatter_reduce(0, rollout, lag, "amax", include_self=False)
+    tail = zeros.scatter_reduce(0, rollout, lag, "amin", include_self=False)
+    has_version = torch.zeros(tokens.n_rollouts, dtype=torch.bool).index_fill(0, rollout, True)
+    head = head[has_version]
+    tail = tail[has_version]
     bins = torch.bincount(head.clamp(0, N_BINS - 1), minlength=N_BINS).double() / len(head)
     names = [f"hist_{lag}" for lag in range(N_BINS - 1)] + [f"hist_{N_BINS - 1}plus"]
-    found = {
+    stats = {
         "head_mean": float(head.double().mean()),
         "head_max": float(head.max()),
         "tail_mean": float(tail.double().mean()),
         **dict(zip(names, bins.tolist(), strict=True)),
     }
-    return {f"staleness/{name}": value for name, value in found.items()}
+    return {f"staleness/{name}": value for name, value in stats.items()}
 
 
-def mismatch_statistics(distances: Tensor) -> dict[str, float]:
-    """Return quantiles of ``distances`` (n,), |behaviour - proximal log-probability| of each trained token:
-    ``mismatch/abs_p50, abs_p99, abs_max``; {} without a token. With equal versions they measure how far engine and
-    trainer disagree; with older ones, how far the policy has moved as well."""
-    if not len(distances):
+def mismatch_statistics(differences: Tensor) -> dict[str, float]:
+    """Return quantiles of the mismatch between generator and trainer; {} without a token.
+
+    ``differences`` (n,) is |behaviour - current log-probability| of each trained token before the first
+    update. The statistics are ``mismatch/abs_p50``, ``abs_p99`` and ``abs_max``. If the tokens are of
+    older weight versions, the difference also includes the change of the policy since then.
+    """
+    if not len(differences):
         return {}
-    ordered = distances.sort().values
-    at = {"p50": len(ordered) // 2, "p99": (99 * len(ordered)) // 100, "max": len(ordered) - 1}
-    return {f"mismatch/abs_{name}": float(ordered[index]) for name, index in at.items()}
+    ordered = differences.sort().values
+    index_of = {"p50": len(ordered) // 2, "p99": (99 * len(ordered)) // 100, "max": len(ordered) - 1}
+    return {f"mismatch/abs_{name}": float(ordered[index]) for name, index in index_of.items()}

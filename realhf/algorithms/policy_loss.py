@@ -1,8 +1,8 @@
-"""Computes the policy loss of a minibatch: token losses, KL estimators and the weight of off-policy tokens
-(docs/reference/dataflow.md 10).
+"""Policy losses: token losses, KL estimators and importance weights of off-policy tokens.
 
-All tensors are fp32 and packed over the predicted tokens of a microbatch, (n,). Positions outside ``mask`` may hold
-anything, NaN included: they change neither loss nor gradient.
+All tensors are fp32 and packed over the predicted tokens of a microbatch, (n,). Positions outside
+``mask`` may hold any value, NaN included: they change neither the loss nor the gradient. The
+formulas are in docs/reference/dataflow.md 10.
 """
 
 from __future__ import annotations
@@ -16,17 +16,32 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.options import ResolvedOptions
-from realhf.algorithms.train_step import CE, KL, RL, WEIGHT_SUMS, PredictedTokens, component_sum, counting
+from realhf.algorithms.train_step import CE, KL, RL, WEIGHT_SUMS, PredictedTokens, component_mask, component_sum
 from realhf.api.model import ForwardOutputs
 from realhf.api.sample import SequenceSample
 
-ADVANTAGES, PROXIMAL = "advantages", "proximal_logprobs"
+ADVANTAGES = "advantages"
+"""Key of the advantage of every predicted token, f32 (L-1)."""
+PROXIMAL = "proximal_logprobs"
+"""Key of the log-probabilities under the proximal policy, f32 (L-1)."""
 MISMATCH = "mismatch"
-CURRENT, RATIO, CLIPPED = "current", "ratio", "clipped"
+"""Key under which the loss keeps |behaviour - current log-probability| of every token."""
+CURRENT = "current"
+"""Key under which the loss keeps the current log-probability of every token."""
+RATIO = "ratio"
+"""Key under which the loss keeps the policy ratio of every token."""
+CLIPPED = "clipped"
+"""Key under which the loss keeps whether a clip decided the loss of a token (1) or not (0)."""
+_MAX_EXPONENT = 20.0
+"""Log-ratios are clamped to +-20 before exp(), so that a large mismatch between the log-probabilities
+of generator and trainer gives a ratio of at most 4.9e8. Far from the fp32 limit (exp(88)), its
+products with advantages and its square stay finite."""
+MAX_KL = 10.0
+"""Bound of a token's KL divergence in rewards and statistics, nats."""
 
 
 def cross_entropy(outputs: ForwardOutputs, logprobs: Tensor, part: SequenceSample) -> Tensor:
-    """Return -log p of every token at the temperature of sampling, (n,)."""
+    """Return -log p of every token at the sampling temperature, (n,)."""
     del outputs, part
     return -logprobs
 
@@ -34,61 +49,72 @@ def cross_entropy(outputs: ForwardOutputs, logprobs: Tensor, part: SequenceSampl
 TOKEN_TERMS: Mapping[str, Callable[[ForwardOutputs, Tensor, SequenceSample], Tensor]] = MappingProxyType(
     {CE: cross_entropy}
 )
-"""The terms beside the policy loss and the KL to the reference, by their keys in ``COMPONENTS``: what the forward pass
-knows, the log-probabilities of the tokens and the micro-batch -> the loss of every token, (n,), which is added with the
-weights of the component."""
+"""Additional loss terms by their keys in ``COMPONENTS``. Each function takes the outputs of the forward
+pass, the log-probabilities of the tokens (n,) and the microbatch, and returns the loss of every
+token, (n,). The policy loss and the KL to the reference are not among them."""
 
 
 class PolicyObjective:
-    """Is the ``LossFn`` of one minibatch of train step ``step`` (u).
+    """``LossFn`` of the minibatches of one train step.
 
-    It reads ``packed_logprobs``, ``advantages`` and ``loss_weights`` of each microbatch, and as the options ask
-    ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. The loss is the sum of the components of
-    ``COMPONENTS``, each over the tokens that count in it with their weights. Without ``proximal_logprobs`` the current
-    log-probabilities stand for them: before any update of the step they are the same. Logits are divided by
-    ``temperature``, that of sampling.
+    Reads ``packed_logprobs``, ``advantages`` and ``loss_weights`` of each microbatch and, depending
+    on the options, ``packed_ref_logprobs``, ``proximal_logprobs`` and ``packed_versions``. The loss
+    is the sum of the components in ``COMPONENTS``, each summed over its tokens with its weights.
+    Without ``proximal_logprobs`` the detached current log-probabilities replace them: they are equal
+    before the first update of the step.
 
-    It keeps ``MISMATCH``: |behaviour - current| of the trained tokens, 0 elsewhere; and where it is ``recorded`` also
-    ``CURRENT`` log-probabilities (0 outside the mask), ``RATIO`` and ``CLIPPED`` (1 where a clip decides).
+    Keeps ``MISMATCH``, |behaviour - current| of the trained tokens and 0 elsewhere. If ``recorded``
+    it also keeps ``CURRENT`` (0 outside the mask), ``RATIO`` and ``CLIPPED``.
+
+    Args:
+        options: The resolved options of the policy gradient.
+        step: Number u of the train step, also the version of the weights before its first update.
+        temperature: Sampling temperature; the logits are divided by it.
+        recorded: Whether to keep the values that the trace of a train step stores.
     """
 
     def __init__(
         self, options: ResolvedOptions, step: int, temperature: float = 1.0, *, recorded: bool = False
     ) -> None:
-        self._options, self._step, self._temperature = options, step, temperature
+        self._options = options
+        self._step = step
+        self._temperature = temperature
         self._recorded = recorded
-        self._loss = options.token_loss()
+        self._token_loss = options.token_loss()
 
     def __call__(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a microbatch and the sums of its statistics."""
-        options, tokens = self._options, PredictedTokens.of(part)
+        """Return the loss of a microbatch (scalar) and the sums of its statistics over tokens."""
+        options = self._options
+        tokens = PredictedTokens.of(part)
         logprobs, entropy = outputs.logprobs(temperature=self._temperature, with_entropy=options.entropy_coef != 0)
         device = logprobs.device
-        mask = counting(part, RL, tokens.mask.to(device))
-        behaviour = part["packed_logprobs"].to(device)
-        old = behaviour if options.prox_logp_method is None else self._proximal(part, logprobs.detach(), behaviour)
+        mask = component_mask(part, RL, tokens.mask.to(device))
+        behaviour_logprobs = part["packed_logprobs"].to(device)
+        old_logprobs = behaviour_logprobs
+        if options.prox_logp_method is not None:
+            old_logprobs = self._proximal_logprobs(part, logprobs.detach(), behaviour_logprobs)
         terms = LossTerms(
-            logprobs, old, part[ADVANTAGES].to(device), mask, tokens.sequence.to(device), tokens.n_sequences
+            logprobs, old_logprobs, part[ADVANTAGES].to(device), mask, tokens.sequence.to(device), tokens.n_sequences
         )
-        policy: TokenLoss = self._loss(terms, options)
-        distance = _distance(terms, behaviour)
-        outputs.keep(MISMATCH, distance)
+        policy: TokenLoss = self._token_loss(terms, options)
+        mismatch = _compute_mismatch(terms, behaviour_logprobs)
+        outputs.keep(MISMATCH, mismatch)
         if self._recorded:
             outputs.keep(CURRENT, torch.where(mask, logprobs.detach(), 0.0))
             outputs.keep(RATIO, policy.ratio)
             outputs.keep(CLIPPED, policy.clipped | policy.dual_clipped)
-        stats = _policy_statistics(terms, policy, behaviour, distance)
-        losses = policy.loss
+        stats = _policy_statistics(terms, policy, behaviour_logprobs, mismatch)
+        token_losses = policy.loss
         if options.use_decoupled_loss:
-            correction = behaviour_weight(terms, behaviour, options)
-            losses = losses * correction.weight
+            correction = behaviour_weight(terms, behaviour_logprobs, options)
+            token_losses = token_losses * correction.weight
             _add_weight_statistics(stats, correction, terms, options)
-        total = component_sum(losses, part, RL)
+        total = component_sum(token_losses, part, RL)
         for key, term in TOKEN_TERMS.items():
             if key in part.keys:
-                added = component_sum(term(outputs, logprobs, part), part, key)
-                stats[f"loss_{key.removesuffix('_weights')}"] = float(added.detach())
-                total = total + added
+                term_loss = component_sum(term(outputs, logprobs, part), part, key)
+                stats[f"loss_{key.removesuffix('_weights')}"] = float(term_loss.detach())
+                total = total + term_loss
         if "packed_ref_logprobs" in part.keys:
             total = total + self._reference_loss(part, logprobs, mask, stats)
         if entropy is not None:
@@ -96,41 +122,50 @@ class PolicyObjective:
             stats["entropy"] = float(torch.where(mask, entropy.detach(), 0.0).sum())
         return total, stats
 
-    def _proximal(self, part: SequenceSample, current: Tensor, behaviour: Tensor) -> Tensor:
+    def _proximal_logprobs(self, part: SequenceSample, current: Tensor, behaviour: Tensor) -> Tensor:
+        """Return the log-probabilities under the proximal policy, (n,)."""
         if self._options.prox_logp_method == "loglinear":
             versions = part["packed_versions"].to(current.device)
             return loglinear_proximal(current, behaviour, versions, self._step)
         return part[PROXIMAL].to(current.device) if PROXIMAL in part.keys else current
 
     def _reference_loss(self, part: SequenceSample, logprobs: Tensor, mask: Tensor, stats: dict[str, float]) -> Tensor:
-        """Return the KL term of the loss (0 where the KL is in the reward), and add the sum of KL, and how many tokens
-        enter it with the bound, to ``stats``."""
-        held = counting(part, KL, PredictedTokens.of(part).mask.to(mask.device)) | mask
-        ref = torch.where(held, part["packed_ref_logprobs"].to(mask.device), 0.0)
-        current = torch.where(held, logprobs, 0.0)
-        apart = torch.where(mask, kl_estimate(current.detach(), ref, "k3"), 0.0)
-        stats["kl_ref"], stats["kl_ref_clamped_fraction"] = float(apart.sum()), float((apart >= MAX_KL).sum())
+        """Return the KL term of the loss, 0 if the loss has none (``kl_loss_coef=0``).
+
+        Adds the k3 estimate of the KL to the reference, summed over the trained tokens, and the
+        number of tokens whose estimate reached ``MAX_KL`` to ``stats``.
+        """
+        # The KL term may apply to tokens without an advantage; the statistics are over trained tokens.
+        kl_mask = component_mask(part, KL, PredictedTokens.of(part).mask.to(mask.device)) | mask
+        ref_logprobs = torch.where(kl_mask, part["packed_ref_logprobs"].to(mask.device), 0.0)
+        current_logprobs = torch.where(kl_mask, logprobs, 0.0)
+        kl_of_trained = torch.where(mask, kl_estimate(current_logprobs.detach(), ref_logprobs, "k3"), 0.0)
+        stats["kl_ref"] = float(kl_of_trained.sum())
+        stats["kl_ref_clamped_fraction"] = float((kl_of_trained >= MAX_KL).sum())
         if self._options.kl_loss_coef == 0:
             return torch.zeros((), device=mask.device)
-        kl, cut = kl_penalty(current, ref, self._options.kl_estimator)
-        stats["clamped_exponents"] += cut
+        kl, n_clamped = kl_penalty(current_logprobs, ref_logprobs, self._options.kl_estimator)
+        stats["clamped_exponents"] += n_clamped
         return self._options.kl_loss_coef * component_sum(kl, part, KL)
 
 
-def _distance(terms: LossTerms, behaviour: Tensor) -> Tensor:
-    """Return |behaviour - current log-probability|, (n,), 0 outside the mask: engine and trainer disagree by that."""
-    sampled = torch.where(terms.mask, behaviour, 0.0)
-    return (sampled - torch.where(terms.mask, terms.logprobs.detach(), 0.0)).abs()
+def _compute_mismatch(terms: LossTerms, behaviour: Tensor) -> Tensor:
+    """Return |behaviour - current log-probability|, (n,), 0 outside the mask.
+
+    Measures by how much generation engine and trainer disagree about a token.
+    """
+    behaviour = torch.where(terms.mask, behaviour, 0.0)
+    return (behaviour - torch.where(terms.mask, terms.logprobs.detach(), 0.0)).abs()
 
 
-def _policy_statistics(terms: LossTerms, policy: TokenLoss, behaviour: Tensor, distance: Tensor) -> dict[str, float]:
-    """Sum the statistics over the microbatch's trainable tokens."""
+def _policy_statistics(terms: LossTerms, policy: TokenLoss, behaviour: Tensor, mismatch: Tensor) -> dict[str, float]:
+    """Sum the statistics of the policy loss over the trained tokens of a microbatch."""
     mask = terms.mask
-    sampled = torch.where(mask, behaviour, 0.0)
+    behaviour = torch.where(mask, behaviour, 0.0)
     current = torch.where(mask, terms.logprobs.detach(), 0.0)
     return {
-        "mismatch_kl": float(kl_estimate(sampled, current, "k3").double().sum()),
-        "mismatch_abs": float(distance.double().sum()),
+        "mismatch_kl": float(kl_estimate(behaviour, current, "k3").double().sum()),
+        "mismatch_abs": float(mismatch.double().sum()),
         "ratio_mean": float(torch.where(mask, policy.ratio, 0.0).double().sum()),
         "ratio_max": float(policy.ratio[mask].max()) if bool(mask.any()) else 0.0,
         "clip_fraction": float(policy.clipped.sum()),
@@ -143,9 +178,13 @@ def _policy_statistics(terms: LossTerms, policy: TokenLoss, behaviour: Tensor, d
 def _add_weight_statistics(
     stats: dict[str, float], correction: BehaviourWeight, terms: LossTerms, options: ResolvedOptions
 ) -> None:
-    """Add ``behav_weight_mean`` of the weights used, ``behav_weight_max`` before any bound, the fraction of tokens that
-    the bounds left out (``rejected_fraction``) or cut (``truncated_fraction``), and the sums that the effective sample
-    size and the fraction of sequences left out are made of (``WEIGHT_SUMS``)."""
+    """Add the statistics of the behaviour weights to ``stats``.
+
+    These are ``behav_weight_mean`` (sum of the weights as used), ``behav_weight_max`` (before any
+    bound), the number of tokens that a bound rejected (``rejected_fraction``) or truncated
+    (``truncated_fraction``), and the sums in ``WEIGHT_SUMS``. Sums and counts become means and
+    fractions in ``train_step.summary``.
+    """
     mask = terms.mask
     stats["behav_weight_mean"] = float(torch.where(mask, correction.weight, 0.0).double().sum())
     stats["behav_weight_max"] = float(correction.raw[mask].max()) if bool(mask.any()) else 0.0
@@ -160,83 +199,96 @@ def _add_weight_statistics(
 
 
 def _weight_sums(terms: LossTerms, correction: BehaviourWeight, level: str) -> dict[str, float]:
-    """Return the sums of the weights used and of their squares, over tokens or, above their level, over sequences; and
-    how many sequences with a token there are, and are left out whole."""
-    blank = torch.zeros(terms.n_sequences, dtype=torch.float64, device=terms.mask.device)
+    """Return the values of ``WEIGHT_SUMS`` for a microbatch.
+
+    The behaviour weights are counted and summed per token for ``level`` token, else per sequence.
+    """
+    zeros = torch.zeros(terms.n_sequences, dtype=torch.float64, device=terms.mask.device)
     owner = terms.sequence[terms.mask]
-    tokens = blank.index_add(0, owner, torch.ones_like(owner, dtype=torch.float64))
-    kept = blank.index_add(0, owner, (~correction.rejected)[terms.mask].double())
-    used = correction.weight[terms.mask].double()
+    n_tokens = zeros.index_add(0, owner, torch.ones_like(owner, dtype=torch.float64))
+    n_kept = zeros.index_add(0, owner, (~correction.rejected)[terms.mask].double())
+    weights = correction.weight[terms.mask].double()
     if level != "token":
-        used = blank.scatter(0, owner, used)[tokens > 0]
-    found = (len(used), used.sum(), used.square().sum(), (tokens > 0).sum(), ((tokens > 0) & (kept == 0)).sum())
-    return dict(zip(WEIGHT_SUMS, map(float, found), strict=True))
-
-
-_MAX_EXPONENT = 20.0
-MAX_KL = 10.0
-"""Bound of a token's KL divergence in rewards and statistics, nats."""
+        # All tokens of a sequence carry the same weight: scatter leaves one of them per sequence.
+        weights = zeros.scatter(0, owner, weights)[n_tokens > 0]
+    has_tokens = n_tokens > 0
+    sums = (len(weights), weights.sum(), weights.square().sum(), has_tokens.sum(), (has_tokens & (n_kept == 0)).sum())
+    return dict(zip(WEIGHT_SUMS, map(float, sums), strict=True))
 
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Holds the inputs of a policy loss.
-
-    ``logprobs`` has a gradient; ``old`` belongs to the policy that the ratio is taken against: the behaviour policy or
-    the proximal one; ``sequence`` i64 (n,) numbers the sequence of each position, in [0, n_sequences).
-    """
+    """Inputs of a policy loss."""
 
     logprobs: Tensor
+    """Current log-probabilities, f32 (n,), with a gradient."""
     old: Tensor
+    """Log-probabilities under the policy that the ratio is taken against, f32 (n,): the behaviour
+    policy or the proximal policy."""
     advantages: Tensor
+    """Advantages, f32 (n,)."""
     mask: Tensor
+    """Which tokens train, bool (n,)."""
     sequence: Tensor
+    """Index of the sequence of each position in [0, n_sequences), i64 (n,)."""
     n_sequences: int
+    """Number of sequences of the microbatch."""
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Average ``values`` (n,), 0 outside the mask, over each sequence's trainable tokens: (n_sequences,)."""
-        blank = values.new_zeros(self.n_sequences)
-        count = blank.index_add(0, self.sequence, self.mask.to(values.dtype))
+        """Return the mean of ``values`` over each sequence's trained tokens, (n_sequences,).
+
+        ``values`` (n,) are 0 outside the mask.
+        """
+        zeros = values.new_zeros(self.n_sequences)
+        count = zeros.index_add(0, self.sequence, self.mask.to(values.dtype))
         return self.sequence_sum(values) / count.clamp(min=1)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Add ``values`` (n,), 0 outside the mask, up over each sequence: (n_sequences,)."""
+        """Return the sum of ``values`` (n,), 0 outside the mask, over each sequence, (n_sequences,)."""
         return values.new_zeros(self.n_sequences).index_add(0, self.sequence, values)
 
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Holds the result of a policy loss: ``loss`` (n,), 0 outside the mask; ``ratio`` (n,) without gradient, 1 outside
-    the mask; ``clipped`` and ``dual_clipped`` bool (n,), true where the clip decides the value; ``clamped``, the number
-    of positions whose exponent was cut to +-20."""
+    """Result of a policy loss."""
 
     loss: Tensor
+    """Loss of every token, f32 (n,), 0 outside the mask."""
     ratio: Tensor
+    """Policy ratio of every token, f32 (n,), without gradient, 1 outside the mask."""
     clipped: Tensor
+    """Whether the clip of the ratio decides the loss, bool (n,)."""
     dual_clipped: Tensor
+    """Whether the dual clip decides the loss, bool (n,)."""
     clamped: int
+    """Number of positions whose log-ratio was clamped to +-20."""
 
 
 def ppo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
-    """Return max(-A rho, -A clip(rho)), at most ``c_clip`` |A| (the dual clip; it binds only for A < 0). With
-    ``ratio=sequence`` rho is the length-normalised sequence ratio (GSPO, Zheng et al. 2025)."""
+    """Return the clipped surrogate loss max(-A rho, -A clip(rho)), at most ``c_clip`` |A|.
+
+    The bound ``c_clip`` is the dual clip, which binds only for A < 0. With ``ratio=sequence`` rho is
+    the length-normalised sequence ratio (GSPO, Zheng et al. 2025).
+    """
     ratio, clamped = policy_ratio(terms, options.ratio)
     advantages = torch.where(terms.mask, terms.advantages, 0.0)
-    plain = -advantages * ratio
-    clip = -advantages * ratio.clamp(1 - options.eps_clip, 1 + options.eps_clip_higher)
-    loss = torch.maximum(plain, clip)
-    clipped = (clip > plain) & terms.mask
-    dual = torch.zeros_like(terms.mask)
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - options.eps_clip, 1 + options.eps_clip_higher)
+    loss = torch.maximum(unclipped_loss, clipped_loss)
+    is_clipped = (clipped_loss > unclipped_loss) & terms.mask
+    is_dual_clipped = torch.zeros_like(terms.mask)
     if options.c_clip is not None:
         bound = options.c_clip * advantages.abs()
-        dual = (loss > bound) & (advantages < 0)
-        loss = torch.where(dual, bound, loss)
-    return TokenLoss(torch.where(terms.mask, loss, 0.0), ratio.detach(), clipped, dual, clamped)
+        is_dual_clipped = (loss > bound) & (advantages < 0)
+        loss = torch.where(is_dual_clipped, bound, loss)
+    return TokenLoss(torch.where(terms.mask, loss, 0.0), ratio.detach(), is_clipped, is_dual_clipped, clamped)
 
 
 def cispo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
-    """Return -stop_gradient(clip(rho)) A log pi: weights are clipped, and no token loses its gradient (MiniMax-M1,
-    2025)."""
+    """Return -stop_gradient(clip(rho)) A log pi (CISPO, MiniMax-M1 2025).
+
+    Only the weight is clipped, so every token keeps a gradient.
+    """
     ratio, clamped = policy_ratio(terms, options.ratio)
     ratio = ratio.detach()
     weight = ratio.clamp(1 - options.eps_clip, 1 + options.eps_clip_higher)
@@ -246,52 +298,61 @@ def cispo_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
 
 
 def reinforce_loss(terms: LossTerms, options: ResolvedOptions) -> TokenLoss:
-    """Return -A log pi; the ratio is reported, not used."""
+    """Return -A log pi. The ratio is only reported."""
     ratio, clamped = policy_ratio(terms, "token")
     advantages = torch.where(terms.mask, terms.advantages, 0.0)
     loss = -advantages * torch.where(terms.mask, terms.logprobs, 0.0)
-    nowhere = torch.zeros_like(terms.mask)
-    return TokenLoss(loss, ratio.detach(), nowhere, nowhere, clamped)
+    never_clipped = torch.zeros_like(terms.mask)
+    return TokenLoss(loss, ratio.detach(), never_clipped, never_clipped, clamped)
 
 
 def policy_ratio(terms: LossTerms, level: str) -> tuple[Tensor, int]:
-    """Return the current over the behaviour probability, (n,), 1 outside the mask, and the number of clamped exponents.
+    """Return the ratio of current to old probability, (n,), and the number of clamped log-ratios.
 
-    ``token``: exp(lp - old). ``sequence``: the value is the geometric mean of the sequence, the gradient that of the
-    own token.
+    The ratio is 1 outside the mask. Level ``token``: exp(logprob - old). Level ``sequence``: the value
+    is the geometric mean over the sequence, the gradient that of the token's own log-probability.
     """
-    difference = torch.where(terms.mask, terms.logprobs, 0.0) - torch.where(terms.mask, terms.old, 0.0)
+    log_ratio = torch.where(terms.mask, terms.logprobs, 0.0) - torch.where(terms.mask, terms.old, 0.0)
     if level == "token":
-        return exponential(difference)
-    value, clamped = exponential(terms.sequence_mean(difference.detach()))
-    ratio = torch.where(terms.mask, value[terms.sequence], 1.0) * (difference - difference.detach()).exp()
+        return exponential(log_ratio)
+    sequence_ratio, clamped = exponential(terms.sequence_mean(log_ratio.detach()))
+    # exp(x - stop_gradient(x)) is 1 with the gradient of x: it attaches the token's gradient to the value.
+    ratio = torch.where(terms.mask, sequence_ratio[terms.sequence], 1.0) * (log_ratio - log_ratio.detach()).exp()
     return ratio, clamped
 
 
 def exponential(exponent: Tensor) -> tuple[Tensor, int]:
-    """Return exp of the exponent cut to +-20, and how many were cut."""
-    beyond = int((exponent.detach().abs() > _MAX_EXPONENT).sum())
-    return exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp(), beyond
+    """Return exp of the exponent clamped to +-20, and the number of clamped entries."""
+    n_clamped = int((exponent.detach().abs() > _MAX_EXPONENT).sum())
+    return exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp(), n_clamped
 
 
 def kl_penalty(a: Tensor, b: Tensor, estimator: str) -> tuple[Tensor, int]:
-    """Return k2 or k3 of ``kl_estimate`` as a term of the loss, (n,), and how many exponents were cut. Nothing else is:
-    the further a token lies below the reference, the harder it is pulled back, where a clamped value has no gradient
-    at all. Beyond an exponent of 20 the pull stays what it is there."""
+    """Return the k2 or k3 estimate of KL(a, b) as a loss term, (n,), and the number of limited exponents.
+
+    Unlike ``kl_estimate`` the value is not clamped: a clamped value has no gradient, while a loss has
+    to pull a token back more strongly the further its probability is below the reference. Beyond a
+    log-ratio of 20, k3 continues linearly.
+    """
     x = a - b
     if estimator == "k2":
         return 0.5 * x.square(), 0
     if estimator != "k3":
         raise ValueError(f"KL estimator {estimator!r} is no penalty in the loss")
     exponent = -x
-    held = exponent.clamp(max=_MAX_EXPONENT)
-    beyond = exponent - held
-    return held.exp() * (1 + beyond) - 1 + x, int((beyond.detach() > 0).sum())
+    limited = exponent.clamp(max=_MAX_EXPONENT)
+    excess = exponent - limited
+    # First-order expansion around the limit: exp(limit + excess) ~ exp(limit) * (1 + excess). It keeps the
+    # gradient exp(limit), which exp of the clamped exponent alone would lose.
+    return limited.exp() * (1 + excess) - 1 + x, int((excess.detach() > 0).sum())
 
 
 def kl_estimate(a: Tensor, b: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(a, b) at tokens drawn from a, for rewards and statistics. With x = log a - log b: k1 is x, k2 is
-    x^2 / 2, k3 is exp(-x) - 1 + x; all are clamped to +-10. Source: Schulman 2020, Approximating KL divergence."""
+    """Return an estimate of KL(a, b) in nats at tokens drawn from a, (n,), for rewards and statistics.
+
+    ``a`` and ``b`` are log-probabilities. With x = a - b: k1 is x, k2 is x^2 / 2, k3 is
+    exp(-x) - 1 + x; all are clamped to +-10. Source: Schulman 2020, Approximating KL divergence.
+    """
     x = a - b
     if estimator == "k1":
         value = x
@@ -306,58 +367,69 @@ def kl_estimate(a: Tensor, b: Tensor, estimator: str) -> Tensor:
 
 @dataclass(frozen=True)
 class BehaviourWeight:
-    """Holds ``weight`` (n,), which multiplies token losses and is 1 outside the mask, and how it came about.
-
-    ``raw`` (n,) is the weight before any bound; ``rejected`` and ``truncated`` bool (n,) mark the tokens that a bound
-    left out, or whose weight it cut; ``clamped`` counts the exponents cut to +-20.
-    """
+    """Importance weights of the decoupled objective: proximal over behaviour probability."""
 
     weight: Tensor
+    """Weight that multiplies the loss of each token, f32 (n,), 1 outside the mask."""
     raw: Tensor
+    """Weight before any bound, f32 (n,)."""
     rejected: Tensor
+    """Tokens that a bound excluded (weight 0), bool (n,)."""
     truncated: Tensor
+    """Tokens whose weight was truncated to a bound, bool (n,)."""
     clamped: int
+    """Number of log-ratios that were clamped to +-20."""
 
 
 def behaviour_weight(terms: LossTerms, behaviour: Tensor, options: ResolvedOptions) -> BehaviourWeight:
-    """Return each token's weight w: its proximal over its behaviour probability, ``terms.old`` being the proximal
-    policy's. With ``behav_imp_weight_level`` ``sequence`` w is the geometric mean over the sequence's trainable tokens,
-    with ``product`` their product.
+    """Return the weight w of every token: its proximal over its behaviour probability.
 
-    Outside [floor, cap] w is 0 (``mask``, masked importance sampling) or the bound itself (``truncate``, truncated
-    importance sampling; Yao et al. 2025). Tokens of a sequence whose geometric mean is outside the sequence's bounds
-    have 0 in any case (Liu et al. 2025). Source of the decoupled objective: Hilton et al. 2021; Fu et al. 2025, AReaL.
+    ``terms.old`` are the log-probabilities under the proximal policy, ``behaviour`` those under the
+    behaviour policy, f32 (n,). With ``behav_imp_weight_level=sequence`` w is the geometric mean over
+    the trained tokens of the sequence, with ``product`` their product.
+
+    Outside [floor, cap] w is 0 (mode ``mask``, masked importance sampling) or the bound itself (mode
+    ``truncate``, truncated importance sampling; Yao et al. 2025). All tokens of a sequence whose
+    geometric mean is outside the sequence bounds get 0 in every mode (Liu et al. 2025). Source of the
+    decoupled objective: Hilton et al. 2021; Fu et al. 2025, AReaL.
     """
-    mask, level = terms.mask, options.behav_imp_weight_level
-    difference = torch.where(mask, terms.old, 0.0) - torch.where(mask, behaviour, 0.0)
-    mean = terms.sequence_mean(difference)
-    exponent = {"sequence": mean, "product": terms.sequence_sum(difference)}.get(level, difference)
+    mask = terms.mask
+    level = options.behav_imp_weight_level
+    log_ratio = torch.where(mask, terms.old, 0.0) - torch.where(mask, behaviour, 0.0)
+    sequence_mean = terms.sequence_mean(log_ratio)
+    exponent = {"sequence": sequence_mean, "product": terms.sequence_sum(log_ratio)}.get(level, log_ratio)
     raw, clamped = exponential(exponent)
     raw = torch.where(mask, raw if level == "token" else raw[terms.sequence], 1.0)
-    cap, floor = options.behav_imp_weight_cap, options.behav_imp_weight_floor
-    outside, nowhere = ((raw > cap) | (raw < floor)) & mask, torch.zeros_like(mask)
-    weight, rejected, truncated = torch.ones_like(raw), nowhere, nowhere
+    cap = options.behav_imp_weight_cap
+    floor = options.behav_imp_weight_floor
+    out_of_bounds = ((raw > cap) | (raw < floor)) & mask
+    weight = torch.ones_like(raw)
+    rejected = torch.zeros_like(mask)
+    truncated = torch.zeros_like(mask)
     if options.behav_imp_weight_mode == "mask":
-        weight, rejected = raw, outside
+        weight = raw
+        rejected = out_of_bounds
     elif options.behav_imp_weight_mode == "truncate":
-        weight, truncated = torch.where(mask, raw.clamp(floor, cap), 1.0), outside
-    low, high = options.behav_imp_sequence_floor, options.behav_imp_sequence_cap
-    far = torch.zeros_like(mean, dtype=torch.bool)
-    if low is not None:
-        far |= mean < math.log(low)
-    if high is not None:
-        far |= mean > math.log(high)
-    rejected = rejected | (far[terms.sequence] & mask)
+        weight = torch.where(mask, raw.clamp(floor, cap), 1.0)
+        truncated = out_of_bounds
+    sequence_floor = options.behav_imp_sequence_floor
+    sequence_cap = options.behav_imp_sequence_cap
+    sequence_rejected = torch.zeros_like(sequence_mean, dtype=torch.bool)
+    if sequence_floor is not None:
+        sequence_rejected |= sequence_mean < math.log(sequence_floor)
+    if sequence_cap is not None:
+        sequence_rejected |= sequence_mean > math.log(sequence_cap)
+    rejected = rejected | (sequence_rejected[terms.sequence] & mask)
     return BehaviourWeight(torch.where(rejected, 0.0, weight), raw, rejected, truncated & ~rejected, clamped)
 
 
 def loglinear_proximal(current: Tensor, behaviour: Tensor, versions: Tensor, step: int) -> Tensor:
-    """Interpolate the proximal log-probabilities without a forward pass, (n,).
+    """Return interpolated proximal log-probabilities, (n,), which need no forward pass.
 
-    They lie on the line from the behaviour policy's (version v of each token) to the current ones (on the way from
-    version u = ``step`` to u + 1), at (u - v) / (u + 1 - v). Where v >= u, or v = -1 (unknown), they are the behaviour
-    policy's own.
+    Each lies on the line from the token's behaviour log-probability (weight version v) to its current
+    one (between version u = ``step`` and u + 1), at the fraction (u - v) / (u + 1 - v). Where v >= u,
+    or v is unknown (-1), it is the behaviour log-probability.
     """
     lag = step - versions
-    share = torch.where((lag > 0) & (versions >= 0), lag / (lag + 1).clamp(min=1), 0.0)
-    return behaviour + share * (current - behaviour)
+    fraction = torch.where((lag > 0) & (versions >= 0), lag / (lag + 1).clamp(min=1), 0.0)
+    return behaviour + fraction * (current - behaviour)

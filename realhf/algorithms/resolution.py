@@ -1,5 +1,7 @@
-"""Fills in the open options of the section ppo, from a preset or an algorithm of somebody's own, and refuses what
-contradicts or would do nothing; imports no torch."""
+"""Resolution of the section ``ppo``: defaults from a preset or a custom algorithm, and checks.
+
+Options that contradict each other or have no effect are errors. This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,22 @@ from realhf.api.option import problems
 from realhf.registry import registered_names
 
 DEFAULT_CAP: float = CORRECTIONS["decoupled"].options["behav_imp_weight_cap"]
-"""Largest behaviour weight that is kept, where the options set no cap."""
+"""Upper bound of a behaviour weight if the options set none."""
 _NEEDS_GROUPS = ("grpo", "grpo_nostd", "rloo", "reinforce_pp_baseline", *OF_SUCCESS)
+"""Estimators that compare the rollouts of a group."""
 _HAS_NO_EFFECT = MappingProxyType({"reinforce": CLIP_OPTIONS, "cispo": ("c_clip",)})
 """For each loss, the options that it does not read."""
 _OF_REWARDS = (
     *("adv_estimator", "credit", "step_advantage_weight", "discount", "pass_at_k", "adv_norm", "kl_target"),
     *("reward_scaling", "reward_bias", "max_reward_clip"),
 )
-"""Options about rewards, and about advantages by them."""
+"""Options of rewards and of the advantages computed from them."""
 _WEIGHT_BOUNDS = ("behav_imp_weight_cap", "behav_imp_weight_floor", "behav_imp_weight_level")
+"""Options of the bounds of behaviour weights."""
 _SEQUENCE_BOUNDS = ("behav_imp_sequence_cap", "behav_imp_sequence_floor")
+"""Options of the bounds of sequences by their behaviour weights."""
 _OF_WEIGHTS = ("behav_imp_weight_mode", *_WEIGHT_BOUNDS, *_SEQUENCE_BOUNDS)
+"""Options of behaviour weights."""
 
 
 def resolve(
@@ -48,41 +54,51 @@ def resolve(
     scored_by_model: bool = False,
     own: Any = None,
 ) -> ResolvedOptions:
-    """Fill in the preset of ``config.algo``, or what an algorithm of somebody's own there sets, whose options are
-    ``own``, a section or a mapping (None: their defaults). ``loss_scale_len`` is the divisor of ``loss_agg=constant``
-    where the option of that name is not set; ``sampler_differs`` says that tokens are sampled by other weights or with
-    another arithmetic than the trainer's, so that the objective is decoupled unless the options say otherwise;
-    ``scored_by_model`` that a reward model has a part in the rewards. Raises ValueError naming the option that is
-    missing, unknown, out of range, or without effect."""
+    """Return the options with the values of the preset or custom algorithm ``config.algo`` filled in.
+
+    Args:
+        config: The options as given.
+        loss_scale_len: Divisor of ``loss_agg=constant`` if the option of that name is not set, tokens.
+        sampler_differs: Whether tokens are sampled by other weights or with another arithmetic than the
+            trainer's, in which case the objective is decoupled by default.
+        scored_by_model: Whether a reward model contributes to the rewards.
+        own: Options of the custom algorithm, a section or a mapping; None for their defaults.
+
+    Raises ValueError naming the option that is missing, unknown, out of range or without effect.
+    """
     config = policy_gradient_options(config)
     if wrong := [*problems(config, "ppo", registered_names)]:
         raise ValueError("\n".join(wrong))
     algorithm = algorithm_of(config.algo) if is_own(config.algo) else None
     preset = PRESETS[config.algo].options if algorithm is None else _own_preset(config.algo, algorithm)
     if algorithm is not None:
-        config = _with_off_policy(config, algorithm.preset, sampler_differs=sampler_differs)
-    config = _corrected(config)
+        config = _apply_off_policy(config, algorithm.preset, sampler_differs=sampler_differs)
+    config = _apply_correction(config)
     given = {every.name: getattr(config, every.name) for every in fields(config)}
-    chosen = {name: item for name, item in given.items() if item is not None}
-    value = {**COMMON, **preset, **chosen}
-    if algorithm is not None and (wrong := [*_of_its_own(config, value, algorithm)]):
+    set_values = {name: item for name, item in given.items() if item is not None}
+    value = {**COMMON, **preset, **set_values}
+    if algorithm is not None and (wrong := [*_custom_algorithm_problems(config, value, algorithm)]):
         raise ValueError("\n".join(f"ppo.{line}" for line in wrong))
-    value["use_decoupled_loss"] = _decouples(config, sampler_differs)
-    value["recompute_logprob"] = _recomputes(config, value)
+    value["use_decoupled_loss"] = _uses_decoupled_loss(config, sampler_differs)
+    value["recompute_logprob"] = _recomputes_logprob(config, value)
     check_effects(config, value)
     if value["eps_clip_higher"] is None:
         value["eps_clip_higher"] = value["eps_clip"]
-    value |= _dapo(config, value, loss_scale_len, algorithm, scored_by_model)
-    value["loss_scale_len"] = _divisor(value, loss_scale_len)
-    resolved = ResolvedOptions(**{**value, **_off_policy(config, value)})
+    value |= _dapo_options(config, value, loss_scale_len, algorithm, scored_by_model)
+    value["loss_scale_len"] = _loss_divisor(value, loss_scale_len)
+    resolved = ResolvedOptions(**{**value, **_off_policy_options(config, value)})
     if algorithm is not None:
-        resolved.algorithm, resolved.own = algorithm, algorithm.own(own)
+        resolved.algorithm = algorithm
+        resolved.own = algorithm.own(own)
     return resolved
 
 
 def _own_preset(reference: str, algorithm: Algorithm) -> Mapping[str, Any]:
-    """Return what an algorithm sets in the section. Raises ValueError for an option that is unknown, has a default of
-    its own, so that nobody could tell whether it was set, or cannot be what it is set to."""
+    """Return the options of the section that a custom algorithm sets.
+
+    Raises ValueError for an option that is unknown or out of range, or whose default is not None (then
+    a value that a user sets could not be distinguished from the default).
+    """
     try:
         wrong = [*problems(policy_gradient_options(algorithm.preset), "ppo", registered_names)]
     except ValueError as error:
@@ -95,94 +111,107 @@ def _own_preset(reference: str, algorithm: Algorithm) -> Mapping[str, Any]:
     return algorithm.defaults(reference)
 
 
-def _with_off_policy(
+def _apply_off_policy(
     config: PolicyGradientOptions, preset: Mapping[str, Any], *, sampler_differs: bool
 ) -> PolicyGradientOptions:
-    """Return the options with what a preset of somebody's own says of off-policy tokens, and of sets of attempts, where
-    it can be: a correction that was chosen has no part of the preset's."""
+    """Return the options with those of a custom preset about off-policy tokens and ``pass_at_k``.
 
-    def filled(*names: str) -> PolicyGradientOptions:
+    Only options that have an effect are applied. A correction that the user chose replaces all
+    off-policy options of the preset.
+    """
+
+    def fill(*names: str) -> PolicyGradientOptions:
+        """Return ``config`` with those of the named options that only the preset sets."""
         return replace(
             config, **{name: preset[name] for name in names if name in preset and getattr(config, name) is None}
         )
 
     if (config.adv_estimator or preset.get("adv_estimator")) == PASS_AT_K:
-        config = filled(PASS_AT_K)
+        config = fill(PASS_AT_K)
     if config.correction is not None:
         return config
     if config.use_decoupled_loss is not False:
-        config = filled("correction", "use_decoupled_loss")
+        config = fill("correction", "use_decoupled_loss")
     if not config.use_decoupled_loss and config.correction in (None, "none"):
-        config = filled("recompute_logprob")
-    decoupled = _decouples(config, sampler_differs)
+        config = fill("recompute_logprob")
+    decoupled = _uses_decoupled_loss(config, sampler_differs)
     if decoupled or config.recompute_logprob:
-        config = filled("prox_logp_method", *(_OF_WEIGHTS if decoupled else ()))
+        config = fill("prox_logp_method", *(_OF_WEIGHTS if decoupled else ()))
     return config
 
 
-def _of_its_own(config: PolicyGradientOptions, value: Mapping[str, Any], algorithm: Algorithm) -> Iterator[str]:
-    """Yield a line for every option that does nothing, or cannot be, beside an algorithm of somebody's own."""
-    named = config.algo.rpartition(":")[2]
-    loss = algorithm.loss is not None and value[LOSS] == config.algo
-    advantages = algorithm.advantages is not None and value[ADVANTAGES] == config.algo
-    if loss:
+def _custom_algorithm_problems(
+    config: PolicyGradientOptions, value: Mapping[str, Any], algorithm: Algorithm
+) -> Iterator[str]:
+    """Yield a line for every option that has no effect with, or contradicts, a custom algorithm."""
+    algorithm_name = config.algo.rpartition(":")[2]
+    uses_own_loss = algorithm.loss is not None and value[LOSS] == config.algo
+    uses_own_advantages = algorithm.advantages is not None and value[ADVANTAGES] == config.algo
+    if uses_own_loss:
         for name in CLIP_OPTIONS:
             if name not in algorithm.clip_options and getattr(config, name) is not None:
-                yield f"{name} has no effect with the loss of {named}: remove it"
-    if advantages and algorithm.compares and config.group_size < 2:
-        yield f"group_size must be at least 2 for the advantages of {named}"
-    if algorithm.options is not None and not loss and not advantages:
+                yield f"{name} has no effect with the loss of {algorithm_name}: remove it"
+    if uses_own_advantages and algorithm.compares and config.group_size < 2:
+        yield f"group_size must be at least 2 for the advantages of {algorithm_name}"
+    if algorithm.options is not None and not uses_own_loss and not uses_own_advantages:
         replaced = [f"ppo.{name}={getattr(config, name)}" for name in (LOSS, ADVANTAGES) if getattr(config, name)]
         yield f"algo={config.algo}: nothing of it that has options is left with {' and '.join(replaced)}; take a preset"
 
 
-def _dapo(
+def _dapo_options(
     config: PolicyGradientOptions,
     value: Mapping[str, Any],
     longest: int | None,
     algorithm: Algorithm | None,
     scored_by_model: bool,
 ) -> dict[str, Any]:
-    """Return the options of dynamic sampling and of the penalty for length. What a preset asks for is left out where it
-    cannot be; what was set is an error there. Raises ValueError."""
-    estimator, credit = value["adv_estimator"], value["credit"]
+    """Return the options of dynamic sampling and of the length penalty.
+
+    If they are not possible with the other options, those of a preset are disabled, while those that
+    the user set raise ValueError. ``longest`` is the maximum number of sampled tokens of an episode.
+    """
+    estimator = value["adv_estimator"]
+    credit = value["credit"]
     compares = algorithm.compares if algorithm is not None and estimator == config.algo else estimator in _NEEDS_GROUPS
-    of_what = f"credit={credit}" if credit != "episode" else f"adv_estimator {estimator!r}"
-    # The environment's rewards are what groups are judged by: equal ones must mean that nothing can be learned.
-    teaches = {
+    reason = f"credit={credit}" if credit != "episode" else f"adv_estimator {estimator!r}"
+    # Dynamic sampling drops groups with equal rewards of the environment. It needs that such a group has no
+    # gradient; each of these gives it one.
+    signal_of_equal_rewards = {
         "a teacher": value["distill_weight"] != 0,
         "a reward model": scored_by_model,
-        of_what: not compares or credit != "episode",
+        reason: not compares or credit != "episode",
     }
-    if config.dynamic_sampling and (why := [name for name, does in teaches.items() if does]):
+    if config.dynamic_sampling and (sources := [name for name, present in signal_of_equal_rewards.items() if present]):
         raise ValueError(
-            f"ppo.dynamic_sampling={config.dynamic_sampling:g}: with {why[0]} a group of equal rewards teaches, too"
+            f"ppo.dynamic_sampling={config.dynamic_sampling:g}: with {sources[0]} a group of equal rewards teaches, too"
         )
-    graded = credit == "episode" and estimator != "maxrl" and value["rl_weight"] != 0
+    allows_penalty = credit == "episode" and estimator != "maxrl" and value["rl_weight"] != 0
     length = value.get("overlong_length", longest)
-    if config.overlong_buffer and not graded:
+    if config.overlong_buffer and not allows_penalty:
         why = "takes no reward below 0" if credit == "episode" else "reads the rewards of turns"
         why = (
-            f"{of_what} {why}"
+            f"{reason} {why}"
             if value["rl_weight"]
             else "it is a part of the reward, which teaches nothing with rl_weight 0"
         )
         raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: {why}")
     if config.overlong_buffer and length is None:
         raise ValueError(f"ppo.overlong_buffer={config.overlong_buffer:g}: needs ppo.overlong_length here")
-    buffer = value["overlong_buffer"] if graded and length is not None else 0.0
+    buffer = value["overlong_buffer"] if allows_penalty and length is not None else 0.0
     if config.overlong_length is not None and not buffer:
         raise ValueError("ppo.overlong_length has no effect without ppo.overlong_buffer: remove it")
     return {
-        "dynamic_sampling": 0.0 if any(teaches.values()) else value["dynamic_sampling"],
+        "dynamic_sampling": 0.0 if any(signal_of_equal_rewards.values()) else value["dynamic_sampling"],
         "overlong_buffer": buffer,
         "overlong_length": length if buffer else None,
     }
 
 
-def _divisor(value: Mapping[str, Any], default: int | None) -> int | None:
-    """Return the divisor: the same number for the part that validates and the part that trains. It never has a silent
-    default."""
+def _loss_divisor(value: Mapping[str, Any], default: int | None) -> int | None:
+    """Return the divisor of ``loss_agg=constant``, None for another aggregation.
+
+    Raises ValueError if it is missing or below 1.
+    """
     if value["loss_agg"] != "constant":
         return None
     divisor = value.get("loss_scale_len", default)
@@ -196,24 +225,27 @@ def _divisor(value: Mapping[str, Any], default: int | None) -> int | None:
     return divisor
 
 
-def _corrected(config: PolicyGradientOptions) -> PolicyGradientOptions:
-    """Return the options with those of ``correction`` in the place of what is not set; without a weight it has no
-    bounds. Raises ValueError where they contradict it."""
-    corrects = None if config.correction is None else config.correction != "none"
-    if None not in (corrects, config.use_decoupled_loss) and config.use_decoupled_loss != corrects:
-        set_to = str(config.use_decoupled_loss).lower()
-        raise ValueError(f"ppo.correction={config.correction}: contradicts use_decoupled_loss={set_to}, remove one")
-    sets = CORRECTIONS[config.correction].options if config.correction is not None else {}
+def _apply_correction(config: PolicyGradientOptions) -> PolicyGradientOptions:
+    """Return the options with unset ones taken from ``correction``.
+
+    With ``behav_imp_weight_mode=none`` the bounds of the weights are not set. Raises ValueError if
+    ``correction`` and ``use_decoupled_loss`` contradict each other.
+    """
+    decouples = None if config.correction is None else config.correction != "none"
+    if None not in (decouples, config.use_decoupled_loss) and config.use_decoupled_loss != decouples:
+        given = str(config.use_decoupled_loss).lower()
+        raise ValueError(f"ppo.correction={config.correction}: contradicts use_decoupled_loss={given}, remove one")
+    correction = CORRECTIONS[config.correction].options if config.correction is not None else {}
     idle = _WEIGHT_BOUNDS if config.behav_imp_weight_mode == "none" else ()
-    open_ones = [name for name in sets if name not in idle and getattr(config, name) is None]
-    return replace(config, **{name: sets[name] for name in open_ones})
+    unset = [name for name in correction if name not in idle and getattr(config, name) is None]
+    return replace(config, **{name: correction[name] for name in unset})
 
 
-def _decouples(config: PolicyGradientOptions, sampler_differs: bool) -> bool:
-    """Return whether the ratio is taken against the proximal policy and tokens carry a behaviour weight.
+def _uses_decoupled_loss(config: PolicyGradientOptions, sampler_differs: bool) -> bool:
+    """Return whether the ratio is against the proximal policy and tokens have a behaviour weight.
 
-    Where sampler and trainer differ, their ratio is off 1 before any update: the clip would act on this difference in
-    place of the update, and nothing would correct for it.
+    If sampler and trainer differ, their ratio is not 1 before the first update. Without the decoupled
+    loss, the clip would act on this mismatch instead of the update, and nothing would correct it.
     """
     if config.use_decoupled_loss is not None:
         return config.use_decoupled_loss
@@ -222,57 +254,69 @@ def _decouples(config: PolicyGradientOptions, sampler_differs: bool) -> bool:
     return sampler_differs and not config.recompute_logprob
 
 
-def _recomputes(config: PolicyGradientOptions, value: Mapping[str, Any]) -> bool:
-    """Return whether the ratio is taken against recomputed log-probabilities in place of the generator's.
+def _recomputes_logprob(config: PolicyGradientOptions, value: Mapping[str, Any]) -> bool:
+    """Return whether the ratio is against recomputed log-probabilities instead of the generator's.
 
-    The ratio of a sequence is clipped within about 3e-4, less than the rounding by which two programs differ for the
-    same weights: against the generator's own numbers a third of the sequences would be clipped by chance.
+    It is the default for sequence ratios. Their clip range is about 3e-4, less than the rounding
+    difference of two programs with the same weights: against the generator's log-probabilities a third of
+    the sequences would be clipped at random.
     """
     if config.recompute_logprob is not None:
         return config.recompute_logprob
     return value["ratio"] == "sequence" and value["loss"] != "reinforce" and not value["use_decoupled_loss"]
 
 
-def _off_policy(config: PolicyGradientOptions, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options about the proximal policy and the behaviour weight, with their defaults."""
+def _off_policy_options(config: PolicyGradientOptions, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the proximal policy and the behaviour weight, with their defaults."""
     decoupled = value["use_decoupled_loss"]
-    cap, floor = config.behav_imp_weight_cap, config.behav_imp_weight_floor
+    cap = config.behav_imp_weight_cap
+    floor = config.behav_imp_weight_floor
     return {
-        "prox_logp_method": _method(config, value) if decoupled or value["recompute_logprob"] else None,
+        "prox_logp_method": _proximal_method(config, value) if decoupled or value["recompute_logprob"] else None,
         "behav_imp_weight_mode": (config.behav_imp_weight_mode or "mask") if decoupled else "none",
         "behav_imp_weight_cap": DEFAULT_CAP if cap is None else cap,
         "behav_imp_weight_floor": 0.0 if floor is None else floor,
-        # A clip of whole sequences leaves nothing for weights of single tokens to repair.
+        # A sequence ratio clips whole sequences, so the weights are per sequence as well.
         "behav_imp_weight_level": config.behav_imp_weight_level or value["ratio"],
     }
 
 
-def _method(config: PolicyGradientOptions, value: Mapping[str, Any]) -> str:
-    """Return where the proximal log-probabilities come from. What nobody chose does not change the graph: the train
-    call recomputes. A critic needs those of the reward too, and has no policy to recompute them with."""
+def _proximal_method(config: PolicyGradientOptions, value: Mapping[str, Any]) -> str:
+    """Return the source of the proximal log-probabilities.
+
+    A default of the library does not add a call to the graph: the train call recomputes. An objective
+    that the user set uses ``actor_inf``. So does a critic whose rewards need them, because it has no policy
+    to recompute them with.
+    """
     if config.prox_logp_method is not None:
         return config.prox_logp_method
-    shared = value["adv_estimator"] == GAE and value["recompute_logprob"] and value["kl_ctl"] != 0
-    return "actor_inf" if config.use_decoupled_loss or config.recompute_logprob is not None or shared else "recompute"
+    critic_needs_them = value["adv_estimator"] == GAE and value["recompute_logprob"] and value["kl_ctl"] != 0
+    set_by_user = config.use_decoupled_loss or config.recompute_logprob is not None
+    return "actor_inf" if set_by_user or critic_needs_them else "recompute"
 
 
 def check_effects(config: PolicyGradientOptions, value: Mapping[str, Any]) -> None:
-    """Check ``value``: the options of ``config`` with those of the preset filled in, and whether log-probabilities are
-    recomputed. Raises ValueError naming the option."""
-    for wrong in (*_without_effect(config, value), *_contradictions(config, value)):
-        raise ValueError(f"ppo.{wrong}")
+    """Raise ValueError naming the first option without effect or in contradiction to others.
+
+    ``config`` are the options as given, ``value`` all options with those of the preset filled in.
+    """
+    for problem in (*_without_effect(config, value), *_contradictions(config, value)):
+        raise ValueError(f"ppo.{problem}")
 
 
 def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every option that is set and that nothing reads."""
-    loss, estimator = value["loss"], value["adv_estimator"]
-    decoupled, recomputed = value["use_decoupled_loss"], value["recompute_logprob"]
-    no_kl, credit = value["kl_ctl"] == 0, value["credit"]
-    of_later = estimator in (*RETURN_TO_GO, GAE) or credit != "episode"
+    """Yield a line for every option that is set but has no effect."""
+    loss = value["loss"]
+    estimator = value["adv_estimator"]
+    decoupled = value["use_decoupled_loss"]
+    recomputed = value["recompute_logprob"]
+    no_kl = value["kl_ctl"] == 0
+    credit = value["credit"]
+    has_returns = estimator in (*RETURN_TO_GO, GAE) or credit != "episode"
     rules = [
         *((name, True, f"with loss {loss!r}") for name in _HAS_NO_EFFECT.get(loss, ())),
         ("kl_estimator", no_kl and value["kl_loss_coef"] == 0, "while kl_ctl and kl_loss_coef are 0"),
-        ("discount", not of_later, f"with adv_estimator {estimator!r}"),
+        ("discount", not has_returns, f"with adv_estimator {estimator!r}"),
         *((name, not value["rl_weight"], "with rl_weight 0") for name in _OF_REWARDS),
         ("step_advantage_weight", credit != "state", f"with credit {credit!r}"),
         ("gae_lambda", estimator != GAE, f"with adv_estimator {estimator!r}: remove it, or use gae"),
@@ -302,8 +346,9 @@ def _without_effect(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
 
 
 def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for every option that cannot be beside the others."""
-    estimator, recomputed = value["adv_estimator"], value["recompute_logprob"]
+    """Yield a line for every option that contradicts others."""
+    estimator = value["adv_estimator"]
+    recomputed = value["recompute_logprob"]
     if value["kl_estimator"] == "k1" and value["kl_loss_coef"] != 0:
         yield (
             f"kl_estimator=k1 has zero expected gradient in the loss (algo {config.algo!r}): use k2 or k3, or "
@@ -319,7 +364,7 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         )
     if estimator == PASS_AT_K and not 2 <= (config.pass_at_k or 0) < config.group_size:
         yield (
-            f"pass_at_k={config.pass_at_k}: adv_estimator=pass_at_k compares sets of so many of the "
+            f"pass_at_k={config.pass_at_k}: adv_estimator=pass_at_k compares subsets of this size of the "
             f"group_size={config.group_size} rollouts: set it from 2 to {config.group_size - 1}"
         )
     if config.prox_logp_method == "loglinear" and recomputed:
@@ -345,12 +390,13 @@ def _contradictions(config: PolicyGradientOptions, value: Mapping[str, Any]) -> 
         )
     if value["rl_weight"] not in (0, 1) and not value["distill_weight"]:
         yield (
-            f"rl_weight={value['rl_weight']:g}: it is a share beside ppo.distill_weight; without that set "
+            f"rl_weight={value['rl_weight']:g}: it is relative to ppo.distill_weight; without that set "
             "actor.optimizer.lr"
         )
     if config.group_size < 2 and value["rl_weight"] and estimator in _NEEDS_GROUPS:
         yield f"group_size must be at least 2 for adv_estimator {estimator!r}"
-    low, high = config.behav_imp_sequence_floor, config.behav_imp_sequence_cap
+    low = config.behav_imp_sequence_floor
+    high = config.behav_imp_sequence_cap
     if low is not None and high is not None and low >= high:
         yield f"behav_imp_sequence_floor={low:g}: must be below behav_imp_sequence_cap={high:g}"
     floor = config.behav_imp_weight_floor

@@ -1,4 +1,7 @@
-"""Defines the sections critic and reward_model: models with a value head, beside the actor. Imports no torch."""
+"""Options of the sections ``critic`` and ``reward_model``: roles whose model has a value head.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,104 +13,113 @@ from realhf.api.config import LoraConfig, ModelConfig, OptimizerConfig
 from realhf.api.option import option, section
 
 ACTOR = "actor"
-"""The path of a critic that starts from the actor's first weights."""
+"""Path of a critic that is initialised from the actor's initial weights."""
 BUILTIN_RATE = 1e-3
-"""The learning rate of the built-in policy's critic, unless ``critic.optimizer.lr`` sets one."""
+"""Default learning rate of the critic of the built-in policy."""
 
 
 @dataclass
 class CriticOptions:
-    """How a critic learns to predict the return of every state that the policy samples in (docs/reference/ppo.md 3)."""
+    """Options of the critic's training on returns (docs/reference/ppo.md 3)."""
 
-    value_norm: bool = option(True, "The critic predicts returns in units of their running mean and deviation.")
+    value_norm: bool = option(
+        True, "Normalise the critic's targets by the running mean and standard deviation of the returns."
+    )
     value_norm_decay: float = option(
         0.99,
-        "The running mean and deviation of returns keep this much of themselves in every train step.",
+        "Decay per train step of the running mean and standard deviation of the returns.",
         at_least=0,
         at_most=0.99999,
     )
     value_clip: float | None = option(
         0.2,
-        "A prediction moves at most this far in a train step before its loss stops to fall; in units of the running "
-        "deviation with critic.value_norm. null never clips.",
+        "Clip range of a value prediction around its value before the train step, in running standard deviations with "
+        "critic.value_norm. null disables clipping.",
         above=0,
-        idle="a prediction has not moved yet in the first update of a step, and the critic makes no second one "
+        idle="predictions are clipped only from the second update of a step on, and the critic makes one "
         "(critic.n_minibatches times critic.sample_reuse is 1)",
     )
     n_minibatches: int | None = option(
-        None, "A pass of the critic makes this many updates, by default ppo.ppo_n_minibatches.", at_least=1
+        None, "Number of minibatches (updates) per pass of the critic, by default ppo.ppo_n_minibatches.", at_least=1
     )
     sample_reuse: int | None = option(
-        None, "The critic makes this many passes over a batch, by default ppo.sample_reuse.", at_least=1
+        None, "Number of passes of the critic over a batch, by default ppo.sample_reuse.", at_least=1
     )
 
 
 @dataclass
 class CriticOptimizerConfig(OptimizerConfig):
-    """AdamW, with a learning rate that follows from the model unless it is set."""
+    """AdamW, with a default learning rate that depends on the model."""
 
     lr: float | None = option(  # pyright: ignore[reportIncompatibleVariableOverride]
         None,
-        f"The learning rate after the warm-up; by default {BUILTIN_RATE:g} for the critic of the built-in policy, and "
-        "actor.optimizer.lr for every other one.",
+        f"Peak learning rate, reached after the warm-up; by default {BUILTIN_RATE:g} for the critic of the built-in "
+        "policy, and actor.optimizer.lr for every other one.",
         above=0,
         on_resume="warns",
     )
 
     def at(self, rate: float) -> OptimizerConfig:
-        """The same optimizer with the learning rate ``rate``, unless it has one of its own."""
+        """The same optimizer with the default learning rate ``rate``."""
         given = {every.name: getattr(self, every.name) for every in fields(OptimizerConfig)}
         return OptimizerConfig(**{**given, "lr": rate if given["lr"] is None else given["lr"]})
 
 
 @dataclass
 class RewardModelConfig(ModelConfig):
-    """A model with a value head that scores episodes: what ``experiment=reward_model`` trains, and a part of the
-    rewards where an experiment of the policy gradient names its folder."""
+    """A reward model: a model with a value head that scores episodes.
+
+    ``experiment=reward_model`` trains one; policy-gradient experiments add one of a folder to the rewards.
+    """
 
     path: str = option(
         "",
-        "A reward model in this folder (one that experiment=reward_model exported) has a part in the rewards; empty, "
-        "there is none. Where one is trained, it starts from these weights, empty: from the actor's first ones.",
+        "Folder of a reward model (exported by experiment=reward_model) that contributes to the rewards; empty for "
+        "none. In experiment=reward_model: initial weights, empty for the actor's initial weights.",
     )
     weight: float = option(
         0.5,
-        "The part of the reward model: rewards are 1 minus this times the verifier's, plus this times the probability "
-        "that the rollout is preferred to one of score 0.",
+        "Weight w of the reward model: a reward is (1 - w) times the verifier's plus w times the probability that the "
+        "rollout is preferred to one of score 0.",
         above=0,
         at_most=1,
     )
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig, idle="a reward model in a folder trains no more")
 
     def problems(self, name: str) -> Iterator[str]:
-        """Workers must be different ones, and the folder one of a reward model."""
+        """Yield an error unless the workers are different indices."""
         if not self.workers or len(set(self.workers)) < len(self.workers):
             yield f"{name}.workers={self.workers}: give different indices of model workers, from 0"
 
 
 @dataclass
 class CriticConfig(CriticOptions, ModelConfig):
-    """The critic: a model role of its own with a value head, and how it learns."""
+    """The critic: a model role with a value head, and its training."""
 
     path: str = option(
         ACTOR,
-        "The critic starts from these weights: 'actor' (the actor's first ones), a folder, or a hub id. A value head "
-        "that is not in them starts at 0.",
+        "Initial weights of the critic: 'actor' (the actor's initial weights), a folder, or a hub id. A value head "
+        "that they lack is initialised to 0.",
     )
     optimizer: CriticOptimizerConfig = section(CriticOptimizerConfig)
     lora: LoraConfig = section(LoraConfig, idle="a critic trains all its weights, its value head with them")
-    warmup_steps: int = option(0, "In this many first train steps the critic trains and the actor waits.", at_least=0)
+    warmup_steps: int = option(
+        0, "Number of train steps at the start in which only the critic is trained, not the actor.", at_least=0
+    )
 
     def learning(self, n_minibatches: int, sample_reuse: int) -> dict[str, Any]:
-        """The options of ``CriticOptions`` as plain values, where the actor has ``n_minibatches`` and ``sample_reuse``.
-        With one update a step there is no clip, and ``value_clip`` is not read."""
-        once = (self.n_minibatches or n_minibatches) * (self.sample_reuse or sample_reuse) == 1
-        idle = ("value_clip",) if once else ()
-        read = {every.name: getattr(self, every.name) for every in fields(CriticOptions) if every.name not in idle}
-        return {**dict.fromkeys(idle), **read}
+        """Return the options of ``CriticOptions`` as plain values.
+
+        ``n_minibatches`` and ``sample_reuse`` are those of the actor. With one update per step
+        ``value_clip`` is None and not read.
+        """
+        has_one_update = (self.n_minibatches or n_minibatches) * (self.sample_reuse or sample_reuse) == 1
+        idle = ("value_clip",) if has_one_update else ()
+        active = {every.name: getattr(self, every.name) for every in fields(CriticOptions) if every.name not in idle}
+        return {**dict.fromkeys(idle), **active}
 
     def problems(self, name: str) -> Iterator[str]:
-        """Workers must be different ones, weights such as there are, and every option does something."""
+        """Yield an error for each option without effect, an unsupported path and repeated workers."""
         if not self.value_norm and self.value_norm_decay != CriticOptions.value_norm_decay:
             yield f"{name}.value_norm_decay={self.value_norm_decay}: has no effect without {name}.value_norm"
         if self.path in ("builtin", "builtin_tiny"):

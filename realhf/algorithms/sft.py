@@ -1,4 +1,4 @@
-"""Fine-tunes on the trainable tokens of a batch (supervised)."""
+"""Supervised fine-tuning (SFT) on the trainable tokens of a batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from realhf.api.sample import SequenceSample
 
 
 class SFTInterface:
-    """Makes one optimizer step on the aggregated negative log-likelihood of ``packed_input_ids, loss_mask``
-    (docs/reference/dataflow.md 10; ``loss_agg=token_mean`` is -sum(m lp) / T)."""
+    """Train call of SFT: one optimizer step on the negative log-likelihood of the trainable tokens.
+
+    Reads ``packed_input_ids`` and ``loss_mask``. ``loss_agg`` is a key of ``AGGREGATIONS``; ``token_mean``
+    is -sum(mask * logprob) / T (docs/reference/dataflow.md 10).
+    """
 
     def __init__(self, loss_agg: str = "token_mean", max_nonfinite_steps: int = 3) -> None:
         self._aggregation = loss_agg
         self._guard = NonFiniteGuard(max_nonfinite_steps)
 
     def train_step(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, Any]:
-        """Train one step. Returns the statistics ``loss, nll, grad_norm, lr, n_tokens, positions_per_token,
-        skipped``, and ``stop`` after
-        ``max_nonfinite_steps`` consecutive updates without a finite gradient."""
+        """Train one step.
+
+        Returns the statistics ``loss``, ``nll``, ``grad_norm``, ``lr``, ``n_tokens``,
+        ``positions_per_token`` and ``skipped``, and the reason ``stop`` after ``max_nonfinite_steps``
+        consecutive updates without a finite gradient.
+        """
         tokens = PredictedTokens.of(sample)
         weights = token_weights(tokens, self._aggregation)
         keys = [key for key in ("packed_input_ids", "loss_mask") if key in sample.keys]
@@ -35,21 +41,26 @@ class SFTInterface:
         stats["nll"] = stats["nll"] / n_tokens
         if POSITIONS in stats:
             stats["positions_per_token"] = stats.pop(POSITIONS) / n_tokens
-        return {**stats, "grad_norm": result.grad_norm, "skipped": float(result.skipped), **self._guard.verdict()}
+        return {
+            **stats,
+            "grad_norm": result.grad_norm,
+            "skipped": float(result.skipped),
+            **self._guard.stop_statistics(),
+        }
 
     def evaluate(self, model: Model, sample: SequenceSample, context: CallContext) -> dict[str, float]:
-        """Return ``nll`` per trainable token, without an update."""
+        """Return ``nll`` per trainable token (nats) and ``n_tokens``, without an update."""
         logprobs = model.engine.logprobs(sample, temperature=1.0, mb_spec=context.mb_spec)
         mask = PredictedTokens.of(sample).mask
         n_tokens = int(mask.sum())
         return {"nll": -float(logprobs[mask].double().sum()) / max(1, n_tokens), "n_tokens": float(n_tokens)}
 
     def loss(self, outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a microbatch (a ``LossFn``)."""
+        """Return the loss of a microbatch and the sums of its statistics (a ``LossFn``)."""
         return self.loss_of(outputs.logprobs()[0], part)
 
     def loss_of(self, logprobs: Tensor, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
-        """Return the loss of a microbatch, given the log-probabilities of its tokens, f32 (sum of L-1,)."""
+        """Return the loss of a microbatch from the log-probabilities of its tokens, f32 (L-1)."""
         mask = PredictedTokens.of(part).mask.to(logprobs.device)
         total = -weighted_sum(logprobs, part["loss_weights"].to(logprobs.device), mask)
         nll = -float(torch.where(mask, logprobs.detach(), 0.0).double().sum())
@@ -60,5 +71,5 @@ class SFTInterface:
         return {"nonfinite_in_a_row": self._guard.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. Raises KeyError without ``nonfinite_in_a_row``."""
+        """Restore the state of ``state_dict``. Raises KeyError without ``nonfinite_in_a_row``."""
         self._guard.in_a_row = int(state["nonfinite_in_a_row"])

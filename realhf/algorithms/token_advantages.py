@@ -1,7 +1,7 @@
-"""Makes the advantage of every token of a batch from its rewards and its KL terms, and steers the weight of the KL.
+"""Advantages of the tokens of a batch from rewards and KL terms, and the KL controller.
 
-What is computed here depends on the batch and the options alone: calls on different workers that need the same numbers
-compute them each for itself.
+All results depend only on the batch and the options, so that the calls of actor and critic, which may
+run on different workers, each compute the same numbers without communication.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from realhf.algorithms.advantages import (
     Estimator,
     ValueEstimate,
     at_last_token,
-    of_sampled_tokens,
-    of_tokens,
-    of_turns,
     return_to_go,
     returns_by_turn,
+    spread_over_tokens,
     step_advantages,
     step_groups,
+    token_value_estimate,
     turn_advantages,
+    turn_value_estimate,
 )
-from realhf.algorithms.inference import scored
+from realhf.algorithms.inference import shape_rewards
 from realhf.algorithms.options import PASS_AT_K, RETURN_TO_GO, ResolvedOptions
 from realhf.algorithms.policy_loss import PROXIMAL, kl_estimate
-from realhf.algorithms.train_step import RL, PredictedTokens, counting, predicted
+from realhf.algorithms.train_step import RL, PredictedTokens, component_mask, predicted
 from realhf.api.keys import FEEDBACK_RATIOS, ROLLOUT_KEY, TURN_KEYS
 from realhf.api.sample import SequenceSample
 
-_WHY = MappingProxyType(
+_MAX_KL_ERROR = 0.2
+"""Bound of the relative KL error in one update of the KL controller (Ziegler et al. 2019)."""
+_REQUIRED_BY = MappingProxyType(
     {
         "packed_ref_logprobs": "a KL term (kl_ctl, kl_loss_coef)",
         "seq_no_eos_mask": "ppo.mask_too_long",
@@ -50,69 +52,86 @@ _WHY = MappingProxyType(
         TURN_KEYS[2]: "ppo.credit=state",
     }
 )
+"""For each optional key of a batch, the option that requires it."""
 
 
-def require(sample: SequenceSample, keys: Iterable[str]) -> None:
-    """Raise ValueError that names the first key which is missing, and the option that asks for it."""
+def require_keys(sample: SequenceSample, keys: Iterable[str]) -> None:
+    """Raise ValueError naming the first missing key and the option that requires it."""
     for key in keys:
         if key not in sample.keys:
-            raise ValueError(f"{_WHY[key]} needs the key {key}")
+            raise ValueError(f"{_REQUIRED_BY[key]} needs the key {key}")
 
 
-def counted(sample: SequenceSample, options: ResolvedOptions) -> SequenceSample:
-    """Return the sample without the numbers of rollouts where ``ppo.count`` says that each sequence counts."""
+def apply_count_option(sample: SequenceSample, options: ResolvedOptions) -> SequenceSample:
+    """Return the sample, with ``ppo.count=row`` without ``rollout_index``: each sequence is a rollout."""
     by_row = options.count == "row" and ROLLOUT_KEY in sample.keys
     return sample.select(sample.keys - {ROLLOUT_KEY}) if by_row else sample
 
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """Holds the positions of a batch, ``tokens``, with a mask that is True where rewards train a token (``RL``), so not
-    on sequences that train nothing; ``valid`` bool (n sequences,): those that have a reward; ``trainable`` bool (n
-    sequences,): without those that ``mask_too_long`` leaves out."""
+    """Predicted tokens of a batch that rewards train, and the state of its sequences."""
 
     tokens: PredictedTokens
+    """Predicted tokens, with a mask that is True where rewards train the token (``RL``)."""
     valid: Tensor
+    """Sequences with a reward, bool (n_sequences,)."""
     trainable: Tensor
+    """Valid sequences without those that ``mask_too_long`` excludes, bool (n_sequences,)."""
 
     @staticmethod
     def of(sample: SequenceSample, options: ResolvedOptions) -> TrainedTokens:
-        """Read them from ``loss_mask``, ``rl_weights``, ``outcome`` and ``seq_no_eos_mask``."""
-        tokens, valid = PredictedTokens.of(sample), valid_sequences(sample)
+        """Return the trained tokens of a batch.
+
+        Reads ``loss_mask``, ``rl_weights``, ``outcome`` and, with ``mask_too_long``, ``seq_no_eos_mask``.
+        """
+        tokens = PredictedTokens.of(sample)
+        valid = valid_sequences(sample)
         trainable = valid & ~truncated_sequences(sample) if options.mask_too_long else valid
-        mask = counting(sample, RL, tokens.mask & trainable[tokens.sequence])
+        mask = component_mask(sample, RL, tokens.mask & trainable[tokens.sequence])
         return TrainedTokens(replace(tokens, mask=mask), valid, trainable)
 
 
 def valid_sequences(sample: SequenceSample) -> Tensor:
-    """Return which sequences have a reward, bool (n sequences,): all, if there is no key ``outcome``."""
+    """Return which sequences have a reward, bool (n_sequences,): all without the key ``outcome``."""
     if "outcome" not in sample.keys:
         return torch.ones(len(sample["rewards"]), dtype=torch.bool)
     return sample["outcome"].cpu() == 0
 
 
 def truncated_sequences(sample: SequenceSample) -> Tensor:
-    """Return which sequences a limit of tokens ended, bool (n sequences,). Raises ValueError without the key."""
-    require(sample, ("seq_no_eos_mask",))
+    """Return which sequences were cut off by a token limit, bool (n_sequences,).
+
+    Raises ValueError without the key ``seq_no_eos_mask``.
+    """
+    require_keys(sample, ("seq_no_eos_mask",))
     return sample["seq_no_eos_mask"].cpu().bool()
 
 
 def token_advantages(
     sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens, kl: Tensor, kl_ctl: float
 ) -> Tensor:
-    """Return the advantage of every token, f32 (L-1), 0 outside the mask: the estimate of its sequence (or of its turn)
-    plus what the KL terms from there on earn; or, for the estimators that tell tokens apart, that of what follows it.
+    """Return the advantage of every token, f32 (L-1), 0 outside the mask.
 
-    ``kl`` f32 (L-1,) is the divergence at every token, ``kl_ctl`` its weight in the reward.
+    It is the estimate of the token's sequence (or turn) plus the KL rewards of this and later tokens.
+    Estimators in ``RETURN_TO_GO`` and GAE compute it per token instead.
+
+    Args:
+        sample: The batch.
+        options: The resolved options of the policy gradient.
+        trained: The trained tokens of the batch.
+        kl: KL divergence to the reference at every token, f32 (L-1).
+        kl_ctl: Weight of the KL divergence in the reward.
     """
-    tokens, mask = trained.tokens, trained.tokens.mask
+    tokens = trained.tokens
+    mask = trained.tokens.mask
     if options.needs_values:
         return value_estimate(sample, options, trained, kl, kl_ctl).advantages
     rewards = -kl_ctl * kl
     if options.credit == "turn":
         advantages = _turn_advantages(sample, options, trained)
     else:
-        per_sequence = _estimates(sample, options, trained)
+        per_sequence = _sequence_estimates(sample, options, trained)
         advantages = torch.where(mask, per_sequence[tokens.sequence], 0.0)
         if options.credit == "state":
             advantages = advantages + options.step_advantage_weight * _step_advantages(sample, options, trained)
@@ -127,26 +146,31 @@ def token_advantages(
 def value_estimate(
     sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens, kl: Tensor, kl_ctl: float
 ) -> ValueEstimate:
-    """Return advantages and returns by ``values`` (``adv_estimator=gae``). Raises ValueError on a value that is not
-    finite where one is needed."""
-    tokens, mask = trained.tokens, trained.tokens.mask
-    require(sample, ("values", *options.turn_keys))
+    """Return GAE advantages and returns from the key ``values`` (``adv_estimator=gae``).
+
+    The arguments are those of ``token_advantages``. Raises ValueError if a value at a trained token is
+    not finite.
+    """
+    tokens = trained.tokens
+    mask = trained.tokens.mask
+    require_keys(sample, ("values", *options.turn_keys))
     values = sample["values"].cpu().float()
     if not bool(torch.isfinite(values[mask]).all()):
         raise ValueError("critic_inf: a value is not finite: the critic has diverged; lower critic.optimizer.lr")
     rewards = -kl_ctl * kl
-    per_sequence = _estimates(sample, options, trained)
+    per_sequence = _sequence_estimates(sample, options, trained)
     if options.credit != "turn":
         rewards = rewards + at_last_token(per_sequence, mask, tokens.sequence)
-        return of_sampled_tokens(
+        return token_value_estimate(
             rewards, values, mask, tokens.sequence, tokens.n_sequences, options.discount, options.gae_lambda
         )
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_rewards").values)).long()
-    earned = sample["turn_rewards"].cpu().float()
-    bias = torch.zeros_like(earned)
+    turn_rewards = sample["turn_rewards"].cpu().float()
+    # The bias is per episode: it is added once, to the last turn.
+    bias = torch.zeros_like(turn_rewards)
     bias[counts.cumsum(0) - 1] = options.reward_bias
-    shaped = scored((earned + bias).numpy(), options.reward_scaling, 0.0, options.max_reward_clip)
-    return of_turns(
+    shaped = shape_rewards((turn_rewards + bias).numpy(), options.reward_scaling, 0.0, options.max_reward_clip)
+    return turn_value_estimate(
         rewards,
         torch.from_numpy(shaped),
         counts,
@@ -160,39 +184,47 @@ def value_estimate(
 
 
 def kl_of_behaviour(sample: SequenceSample, options: ResolvedOptions, mask: Tensor) -> Tensor:
-    """Return KL(old, ref) at every token of ``mask``, f32 (L-1), 0 elsewhere and where no KL is in the reward."""
+    """Return KL(old, ref) at every token of ``mask`` in nats, f32 (L-1), 0 elsewhere.
+
+    All are 0 if the reward has no KL term (``kl_ctl=0``). The old policy is the proximal one with
+    ``recompute_logprob``, otherwise the behaviour policy.
+    """
     if options.kl_ctl == 0:
         return torch.zeros(len(mask))
-    behaviour = PROXIMAL if options.recompute_logprob else "packed_logprobs"
-    require(sample, ("packed_ref_logprobs", behaviour))
-    old = torch.where(mask, sample[behaviour].cpu(), 0.0)
+    old_key = PROXIMAL if options.recompute_logprob else "packed_logprobs"
+    require_keys(sample, ("packed_ref_logprobs", old_key))
+    old = torch.where(mask, sample[old_key].cpu(), 0.0)
     ref = torch.where(mask, sample["packed_ref_logprobs"].cpu(), 0.0)
     return torch.where(mask, kl_estimate(old, ref, options.kl_estimator), 0.0)
 
 
 def distillation(sample: SequenceSample, options: ResolvedOptions, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a teacher makes of every token of ``mask``, f32 (L-1), 0 elsewhere: the advantage log p_teacher - log
-    p_old, cut to +-10, and the k3 estimate of KL(old, teacher) in nats. Raises ValueError on a teacher's
-    log-probability that is no number.
+    """Return the distillation advantage of every token and its KL to the teacher, both f32 (L-1).
 
-    With ``ppo.feedback`` the gap is that of ``feedback_logratios``, whose ends one engine computed (Hübotter et al.
-    2026, SDPO). Else the old policy is the proximal one wherever that is known before the step: beside the weights that
-    make up for the difference to the sampler, the sampler's own log-probabilities would push the policy away from the
-    sampler.
+    The advantage is log p_teacher - log p_old, clamped to +-10; the divergence is the k3 estimate of
+    KL(old, teacher) in nats. Both are 0 outside ``mask``. Raises ValueError for a NaN log-probability of
+    the teacher.
 
-    The expected policy gradient with this advantage is minus that of the reverse KL divergence at each token, the ways
-    to it held fixed. Source: Lu 2025, On-Policy Distillation (Thinking Machines); Agarwal et al. 2024, GKD.
+    With ``ppo.feedback`` the difference is ``feedback_logratios``, both terms of which one engine
+    computed (Hübotter et al. 2026, SDPO). Otherwise the old policy is the proximal one if it is known
+    before the step. The behaviour policy would not do: the behaviour weights already correct for the
+    difference between generator and trainer, so its log-probabilities would push the policy away from
+    the generator.
+
+    The expected policy gradient with this advantage is minus the gradient of the reverse KL divergence
+    at each token, given the tokens before it. Source: Lu 2025, On-Policy Distillation (Thinking
+    Machines); Agarwal et al. 2024, GKD.
     """
     if options.needs_feedback:
-        require(sample, (FEEDBACK_RATIOS,))
-        gap = torch.where(mask, sample[FEEDBACK_RATIOS].cpu(), 0.0)
-        if bool(torch.isnan(gap).any()):
+        require_keys(sample, (FEEDBACK_RATIOS,))
+        log_ratio = torch.where(mask, sample[FEEDBACK_RATIOS].cpu(), 0.0)
+        if bool(torch.isnan(log_ratio).any()):
             raise ValueError("feedback_inf: a log-probability is not a number")
-        nothing = torch.zeros_like(gap)
-        return -kl_estimate(nothing, gap, "k1"), kl_estimate(nothing, gap, "k3")
-    behaviour = PROXIMAL if options.prox_logp_method in ("actor_inf", "recompute") else "packed_logprobs"
-    require(sample, ("teacher_logprobs", behaviour))
-    old = torch.where(mask, sample[behaviour].cpu(), 0.0)
+        zeros = torch.zeros_like(log_ratio)
+        return -kl_estimate(zeros, log_ratio, "k1"), kl_estimate(zeros, log_ratio, "k3")
+    old_key = PROXIMAL if options.prox_logp_method in ("actor_inf", "recompute") else "packed_logprobs"
+    require_keys(sample, ("teacher_logprobs", old_key))
+    old = torch.where(mask, sample[old_key].cpu(), 0.0)
     teacher = torch.where(mask, sample["teacher_logprobs"].cpu(), 0.0)
     if bool(torch.isnan(teacher).any()):
         raise ValueError("teacher_inf: a log-probability of the teacher is not a number")
@@ -200,126 +232,153 @@ def distillation(sample: SequenceSample, options: ResolvedOptions, mask: Tensor)
 
 
 def kl_of_rollouts(kl: Tensor, trained: TrainedTokens) -> tuple[float, int]:
-    """Return the mean over the trainable rollouts of what their tokens' divergences sum to, nats (0 without any), and
-    the number of these rollouts."""
+    """Return the mean KL of the trainable rollouts in nats, and their number.
+
+    The KL of a rollout is the sum over its tokens of ``kl`` f32 (L-1). The mean is 0 without a
+    trainable rollout.
+    """
     n = len(torch.unique(trained.tokens.rollout[trained.trainable]))
     return float(kl.double().sum()) / max(1, n), n
 
 
 def rollout_means(values: Tensor, valid: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of the valid sequences of each rollout, f64 (n rollouts,), 0 without one, and whether it has one,
-    bool (n rollouts,). ``values`` and ``valid`` are (n sequences,)."""
-    blank = torch.zeros(int(rollout.max()) + 1 if len(rollout) else 0, dtype=torch.float64)
-    count = blank.index_add(0, rollout, valid.double())
-    total = blank.index_add(0, rollout, torch.where(valid, values.double(), 0.0))
+    """Return the mean value of each rollout's valid sequences, f64, and whether it has one, bool.
+
+    ``values`` f32 and ``valid`` bool are (n_sequences,), ``rollout`` i64 (n_sequences,) is the rollout of
+    each sequence; the results are (n_rollouts,). The mean is 0 for a rollout without a valid sequence.
+    """
+    zeros = torch.zeros(int(rollout.max()) + 1 if len(rollout) else 0, dtype=torch.float64)
+    count = zeros.index_add(0, rollout, valid.double())
+    total = zeros.index_add(0, rollout, torch.where(valid, values.double(), 0.0))
     return total / count.clamp(min=1), count > 0
 
 
 def by_rollout(estimator: Estimator, rollout: Tensor) -> Estimator:
-    """Return the estimator that compares rollouts and answers for their sequences: ``scores``, ``valid``, ``group`` and
-    the result are those of sequences, ``rollout`` i64 (n,) numbers the rollout of each.
+    """Return an estimator over sequences that compares rollouts.
 
-    A rollout enters all statistics once, with the mean of its valid sequences. A sequence whose score is another (an
-    agent may judge each of its conversations) gets what its rollout would get with that score.
+    The inputs and the result of the returned estimator are per sequence; ``rollout`` i64 (n,) is the
+    rollout of each sequence. A rollout counts once in all statistics, with the mean score of its valid
+    sequences. A sequence whose score differs from this mean (an agent may score each of its
+    conversations) gets the advantage that its rollout would have with the sequence's score.
     """
 
     def estimate(scores: Tensor, valid: Tensor, group: Tensor) -> Tensor:
-        means, has = rollout_means(scores, valid, rollout)
-        score = means.float()
-        if len(score) == len(rollout):  # Each has one sequence: NaN scores of invalid ones reach the estimator too.
+        means, has_valid = rollout_means(scores, valid, rollout)
+        rollout_scores = means.float()
+        if len(rollout_scores) == len(rollout):
+            # One sequence per rollout. The scores are passed on unchanged, NaN of invalid ones included.
             return estimator(scores, valid, group)
-        groups = torch.zeros_like(rollout[: len(score)]).scatter(0, rollout, group)
-        found = torch.where(valid, estimator(score, has, groups)[rollout], 0.0)
-        for row in torch.nonzero(valid & (scores != score[rollout])).flatten().tolist():
-            own = int(rollout[row])
-            found[row] = estimator(score.index_fill(0, rollout[row], float(scores[row])), has, groups)[own]
-        return found
+        groups = torch.zeros_like(rollout[: len(rollout_scores)]).scatter(0, rollout, group)
+        advantages = torch.where(valid, estimator(rollout_scores, has_valid, groups)[rollout], 0.0)
+        for row in torch.nonzero(valid & (scores != rollout_scores[rollout])).flatten().tolist():
+            number = int(rollout[row])
+            with_own_score = rollout_scores.index_fill(0, rollout[row], float(scores[row]))
+            advantages[row] = estimator(with_own_score, has_valid, groups)[number]
+        return advantages
 
     return estimate
 
 
-def _estimator(options: ResolvedOptions, trained: TrainedTokens) -> Estimator:
-    """Return the estimator of the options, comparing rollouts."""
+def _rollout_estimator(options: ResolvedOptions, trained: TrainedTokens) -> Estimator:
+    """Return the estimator of the options, which compares rollouts."""
     estimator = options.estimator()
     if options.adv_estimator == PASS_AT_K:
         estimator = partial(estimator, k=options.pass_at_k)
     return by_rollout(estimator, trained.tokens.rollout)
 
 
-def _estimates(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
-    """Return the estimator's number for every sequence, f32 (n sequences,)."""
-    estimator = _estimator(options, trained)
+def _sequence_estimates(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
+    """Return the estimator's result for every sequence, f32 (n_sequences,)."""
+    estimator = _rollout_estimator(options, trained)
     return estimator(sample["rewards"].cpu().float(), trained.valid, trained.tokens.group)
 
 
 def _turn_advantages(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
-    """Return the advantage of every token's turn, f32 (L-1), 0 outside the mask. The return from a turn on is scaled,
-    moved and clipped as the reward of an episode is."""
+    """Return the advantage of every token's turn (``credit=turn``), f32 (L-1), 0 outside the mask.
+
+    The return from a turn on gets the same bias, scale and clip as the reward of an episode.
+    """
     tokens = trained.tokens
-    estimator = _estimator(options, trained)
+    estimator = _rollout_estimator(options, trained)
     scores, counts = _returns_by_turn(sample, options)
     advantages = turn_advantages(scores, trained.valid, tokens.group, estimator)
-    return of_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
+    return spread_over_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
 
 
 def _returns_by_turn(sample: SequenceSample, options: ResolvedOptions) -> tuple[Tensor, Tensor]:
-    """Return the scored return from each turn on, f32 (n sequences, most turns), and the turns of each, i64 (n,)."""
+    """Return the shaped return from each turn on and the number of turns of each sequence.
+
+    The returns are f32 (n_sequences, max_turns), the numbers i64 (n_sequences,).
+    """
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_rewards").values)).long()
     returns = returns_by_turn(sample["turn_rewards"].cpu(), counts, options.discount).float().numpy()
-    scores = scored(returns, options.reward_scaling, options.reward_bias, options.max_reward_clip)
+    scores = shape_rewards(returns, options.reward_scaling, options.reward_bias, options.max_reward_clip)
     return torch.from_numpy(scores), counts
 
 
 def _step_advantages(sample: SequenceSample, options: ResolvedOptions, trained: TrainedTokens) -> Tensor:
-    """Return the advantage of every token's turn among the turns that began in the same state, f32 (L-1), 0 outside the
-    mask. Raises ValueError as ``of_tokens`` does."""
-    tokens, estimator = trained.tokens, options.estimator()
+    """Return the step-level advantage of every token's turn (``credit=state``), f32 (L-1).
+
+    It compares the turns of a group that started in the same state, and is 0 outside the mask. Raises
+    ValueError if a trained token is in no turn of its sequence.
+    """
+    tokens = trained.tokens
+    estimator = options.estimator()
     scores, counts = _returns_by_turn(sample, options)
     advantages = step_advantages(scores, *_turn_states(sample, trained), tokens.group, estimator)
-    return of_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
+    return spread_over_tokens(advantages, predicted(sample, "turn_ids"), tokens.sequence, tokens.mask, counts)
 
 
 def shared_states(sample: SequenceSample, trained: TrainedTokens) -> float:
-    """Return the fraction of the turns of valid rollouts that began in a state in which another turn of the group did:
-    only these have a step-level advantage. 0 without a turn."""
+    """Return the fraction of turns that started in the same state as another turn of their group.
+
+    Only these turns have a step-level advantage. Turns of invalid rollouts do not count; the result is
+    0 without a turn.
+    """
     groups = step_groups(*_turn_states(sample, trained), trained.tokens.group)
     return float((torch.bincount(groups)[groups] > 1).double().mean()) if len(groups) else 0.0
 
 
 def _turn_states(sample: SequenceSample, trained: TrainedTokens) -> tuple[Tensor, Tensor]:
-    """Return the state that every turn began in, i64, and which turns of valid rollouts the sequence has the tokens of,
-    bool, both (n sequences, most turns)."""
-    require(sample, TURN_KEYS)
+    """Return the start state of every turn, i64, and which turns are present, bool.
+
+    Both are (n_sequences, max_turns). A turn is present in a sequence that is valid and contains tokens
+    of it.
+    """
+    require_keys(sample, TURN_KEYS)
     counts = torch.from_numpy(np.asarray(sample.lengths("turn_states").values)).long()
     shape = (len(counts), int(counts.max()) if len(counts) else 0)
-    states, present = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    states = torch.zeros(shape, dtype=torch.int64)
+    present = torch.zeros(shape, dtype=torch.bool)
     states[torch.arange(shape[1]) < counts[:, None]] = sample["turn_states"].cpu()
-    turn, sequence = predicted(sample, "turn_ids").long(), trained.tokens.sequence
-    played = (turn >= 0) & (turn < counts[sequence]) & trained.valid[sequence]
-    present[sequence[played], turn[played]] = True
+    turn = predicted(sample, "turn_ids").long()
+    sequence = trained.tokens.sequence
+    in_turn = (turn >= 0) & (turn < counts[sequence]) & trained.valid[sequence]
+    present[sequence[in_turn], turn[in_turn]] = True
     return states, present
 
 
-_MOST_ERROR = 0.2
-
-
 class KLController:
-    """Holds ``value``, which multiplies the KL divergence in the reward; it starts as ``ppo.kl_ctl``.
+    """Adaptive weight of the KL divergence in the reward (``value``, initially ``ppo.kl_ctl``).
 
-    With ``ppo.kl_target`` every train step moves it: value *= 1 + clip(kl / target - 1, +-0.2) * min(1, n / horizon),
-    where ``kl`` (nats) is the mean over the step's ``n`` trainable rollouts of what a rollout's sampled tokens sum
-    to. So a step changes it by a fifth at most, and it stays above 0.
+    With ``ppo.kl_target`` every train step updates
+    value *= 1 + clip(kl / target - 1, +-0.2) * min(1, n / horizon). Here ``kl`` (nats) is the mean over
+    the step's ``n`` trainable rollouts of the sum over a rollout's tokens. A step therefore changes the
+    value by at most a fifth, and it stays positive. Without a target the value is constant.
     Source: Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences.
     """
 
     def __init__(self, options: ResolvedOptions) -> None:
         self.value = options.kl_ctl
-        self._target, self._horizon = options.kl_target, options.kl_horizon
+        self._target = options.kl_target
+        self._horizon = options.kl_horizon
 
     def observe(self, kl: float, n: int) -> None:
-        """Take in the mean divergence of a step's ``n`` trainable rollouts, from which the next step's weight follows.
-        One that is not finite moves nothing."""
+        """Update the weight from the mean KL (nats) of a step's ``n`` trainable rollouts.
+
+        A KL that is not finite is ignored.
+        """
         if self._target is None or n == 0 or not math.isfinite(kl):
             return
-        error = min(_MOST_ERROR, max(-_MOST_ERROR, kl / self._target - 1))
+        error = min(_MAX_KL_ERROR, max(-_MAX_KL_ERROR, kl / self._target - 1))
         self.value *= 1 + error * min(1.0, n / self._horizon)

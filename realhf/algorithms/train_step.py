@@ -1,7 +1,7 @@
-"""Holds what the train steps of all algorithms share: views of a batch, minibatches, token weights of the loss, and
-the guard against non-finite updates.
+"""Parts of a train step that all algorithms share.
 
-Source: docs/reference/dataflow.md 10.
+Views of a batch, minibatches, token weights of the loss, summed statistics and the guard against
+non-finite updates (docs/reference/dataflow.md 10).
 """
 
 from __future__ import annotations
@@ -20,53 +20,71 @@ from realhf.api.model import POSITIONS, TrainResult
 from realhf.api.sample import SequenceSample, choose_sequences
 
 WEIGHTS = "loss_weights"
-"""The key of the weight of every predicted token in the loss, f32 (L-1)."""
-RL, KL, CE = "rl_weights", "kl_weights", "ce_weights"
+"""Key of the weight of every predicted token in the loss, f32 (L-1)."""
+RL = "rl_weights"
+"""Key of the weight of every predicted token in the policy loss, f32 (L-1)."""
+KL = "kl_weights"
+"""Key of the weight of every predicted token in the KL to the reference, f32 (L-1)."""
+CE = "ce_weights"
+"""Key of the weight of every predicted token in the cross-entropy loss, f32 (L-1)."""
 COMPONENTS: Mapping[str, float] = MappingProxyType({RL: 1.0, KL: 1.0, CE: 0.0})
-"""The components of a loss: the key, f32 (L-1), in which a batch says how much each predicted token counts there, and
-what every token of ``loss_mask`` counts in a batch without the key. Each component is aggregated over the tokens that
-count in it, so that none dilutes another. What a micro-batch has under the key is that number times the weight of the
-aggregation (``component_weights``)."""
+"""Components of a loss: the key of a component's token weights, and the weight of every token of
+``loss_mask`` in a batch without that key. Each component is aggregated over its own tokens only, so
+that the number of tokens of one does not scale another. In a microbatch the key holds the token
+weight times the weight of the aggregation (``component_weights``)."""
+WEIGHT_SUMS = ("weights_n", "weights_sum", "weights_squares", "weighed_sequences", "rejected_sequences")
+"""Sums over the behaviour weights of a microbatch: the number of weights, their sum, the sum of their
+squares, the number of sequences with a trained token, and the number of those that were rejected."""
+_FROM_FIRST_MINIBATCH = ("mismatch_kl", "mismatch_abs")
+"""Statistics of a train step that are those of its first minibatch, before any update."""
+_TOTALS = ("clamped_exponents", "n_trained_tokens")
+"""Statistics that are summed over the minibatches of a train step."""
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
+"""Default of ``replace_keys``: no keys."""
 
 
 @dataclass(frozen=True)
 class PredictedTokens:
-    """Describes the positions of the L-1 layout: ``mask`` bool (n,) is true where the predicted token is trainable;
-    ``sequence`` i64 (n,) numbers the sequence of each position; ``group`` i64 (n_sequences,) numbers the sample of each
-    sequence, ``rollout`` i64 (n_sequences,) its rollout: the branches of an agent are sequences of one, and so are the
-    parts of a conversation whose old reasoning was dropped."""
+    """Positions of the predicted tokens of a batch: all but the first token of each sequence (L-1)."""
 
     mask: Tensor
+    """Which predicted tokens are trainable, bool (n,)."""
     sequence: Tensor
+    """Index of the sequence of each position, i64 (n,)."""
     group: Tensor
+    """Index of the sample (group of rollouts) of each sequence, i64 (n_sequences,)."""
     rollout: Tensor
+    """Index of the rollout of each sequence, i64 (n_sequences,). A rollout has several sequences where
+    an agent branches, or where reasoning of earlier turns was dropped from the conversation."""
 
     @property
     def n_sequences(self) -> int:
-        """The number of sequences of the batch."""
+        """Number of sequences of the batch."""
         return len(self.group)
 
     @property
     def n_rollouts(self) -> int:
-        """The number of rollouts of the batch: at most that of sequences."""
+        """Number of rollouts of the batch, at most the number of sequences."""
         return int(self.rollout.max()) + 1 if len(self.rollout) else 0
 
     @property
     def owner(self) -> Tensor:
-        """The number of the rollout of each position, i64 (n,)."""
+        """Index of the rollout of each position, i64 (n,)."""
         return self.rollout[self.sequence]
 
     def having(self, positions: Tensor) -> Tensor:
-        """Return which sequences have one of ``positions``, bool (n,) in and bool (n_sequences,) out."""
-        found = torch.zeros(self.n_sequences, dtype=torch.bool)
-        found[self.sequence[positions]] = True
-        return found
+        """Return which sequences contain one of ``positions`` bool (n,): bool (n_sequences,)."""
+        has_position = torch.zeros(self.n_sequences, dtype=torch.bool)
+        has_position[self.sequence[positions]] = True
+        return has_position
 
     @staticmethod
     def of(sample: SequenceSample) -> PredictedTokens:
-        """Read the positions from ``loss_mask`` (all True if absent), the lengths of ``packed_input_ids`` and
-        ``rollout_index`` (if absent, each sequence is a rollout)."""
+        """Return the predicted tokens of a batch.
+
+        Reads ``loss_mask`` (all True if absent), the lengths of ``packed_input_ids`` and
+        ``rollout_index`` (if absent, each sequence is a rollout).
+        """
         lengths = np.asarray(sample.lengths("packed_input_ids").values)
         sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths - 1))
         group = torch.from_numpy(np.asarray(sample.group_index("packed_input_ids")))
@@ -77,8 +95,11 @@ class PredictedTokens:
 
 
 def rollouts(sample: SequenceSample) -> Tensor:
-    """Return the number of each sequence's rollout, i64 (n sequences,), in the order of samples and of
-    ``rollout_index``; without that key each sequence is one."""
+    """Return the index of each sequence's rollout, i64 (n_sequences,).
+
+    Rollouts are numbered in the order of samples, then of ``rollout_index``; without that key each
+    sequence is a rollout. Raises ValueError for a negative ``rollout_index``.
+    """
     group = torch.from_numpy(np.asarray(sample.group_index("packed_input_ids")))
     if ROLLOUT_KEY not in sample.keys:
         return torch.arange(len(group))
@@ -89,101 +110,120 @@ def rollouts(sample: SequenceSample) -> Tensor:
 
 
 def predicted(sample: SequenceSample, key: str) -> Tensor:
-    """Return the entries of a per-token key for the predicted tokens, all but the first of each sequence: (n,) in the
-    L-1 layout."""
+    """Return the entries of a per-token key without the first token of each sequence, (n,)."""
     lengths = np.asarray(sample.lengths(key).values)
     starts = np.cumsum(lengths) - lengths
-    later = np.ones(int(lengths.sum()), dtype=bool)
-    later[starts[lengths > 0]] = False
-    return sample[key].cpu()[torch.from_numpy(later)]
+    is_predicted = np.ones(int(lengths.sum()), dtype=bool)
+    is_predicted[starts[lengths > 0]] = False
+    return sample[key].cpu()[torch.from_numpy(is_predicted)]
 
 
 def replace_keys(
     sample: SequenceSample, *, per_token: Mapping[str, Tensor] = _NONE, shifted: Mapping[str, Tensor] = _NONE
 ) -> SequenceSample:
-    """Return the sample with keys added or replaced: ``per_token`` has L entries per sequence, ``shifted`` L-1."""
+    """Return the sample with keys added or replaced.
+
+    Values of ``per_token`` have L entries per sequence, those of ``shifted`` L-1.
+    """
     nested = sample.seqlens["packed_input_ids"]
-    less_one = [[length - 1 for length in inner] for inner in nested]
-    seqlens = {**dict.fromkeys(per_token, nested), **dict.fromkeys(shifted, less_one)}
+    shifted_lengths = [[length - 1 for length in inner] for inner in nested]
+    seqlens = {**dict.fromkeys(per_token, nested), **dict.fromkeys(shifted, shifted_lengths)}
     new = SequenceSample.from_tensors(sample.ids, {**per_token, **shifted}, seqlens)
-    kept = [key for key in sample.keys if key not in seqlens]
-    return sample.select(kept).update(new)
+    other_keys = [key for key in sample.keys if key not in seqlens]
+    return sample.select(other_keys).update(new)
 
 
 def shifted_sample(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
-    """Return a sample of ``values`` alone, which have L-1 entries per sequence of ``sample``."""
-    less_one = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
-    return SequenceSample.from_tensors(sample.ids, {key: values}, {key: less_one})
+    """Return a sample of the one key ``key``, whose ``values`` have L-1 entries per sequence of ``sample``."""
+    shifted_lengths = [[length - 1 for length in inner] for inner in sample.seqlens["packed_input_ids"]]
+    return SequenceSample.from_tensors(sample.ids, {key: values}, {key: shifted_lengths})
 
 
 def minibatches(sample: SequenceSample, n: int, seed: tuple[int, ...]) -> list[SequenceSample]:
-    """Cut ``sample`` into ``n`` parts, or into as many as there are rollouts; deterministic in ``seed``.
+    """Split ``sample`` into ``n`` minibatches of similar token counts, deterministic in ``seed``.
 
-    Groups are cut too, so whatever a loss needs of a group must be in the keys already; the sequences of a rollout stay
-    together. In shuffled order each rollout joins the part with the fewest tokens so far: parts differ by at most the
-    longest rollout.
+    With fewer than ``n`` rollouts there are as many minibatches as rollouts. The sequences of a
+    rollout stay together. A group may be split, so values that depend on the group have to be computed
+    before. In shuffled order each rollout joins the minibatch with the fewest tokens: their sizes
+    differ by at most the longest rollout.
     """
     rollout = rollouts(sample).numpy()
     lengths = np.bincount(rollout, weights=sample.lengths("packed_input_ids").values).astype(np.int64)
-    owner, load = np.zeros(len(lengths), dtype=np.int64), np.zeros(n, dtype=np.int64)
+    part_of = np.zeros(len(lengths), dtype=np.int64)
+    part_tokens = np.zeros(n, dtype=np.int64)
     for i in np.random.default_rng(seed).permutation(len(lengths)):
-        owner[i] = load.argmin()
-        load[owner[i]] += lengths[i]
-    parts = [choose_sequences(sample, owner[rollout] == number) for number in range(n)]
+        part_of[i] = part_tokens.argmin()
+        part_tokens[part_of[i]] += lengths[i]
+    parts = [choose_sequences(sample, part_of[rollout] == number) for number in range(n)]
     return [part for part in parts if part is not None]
 
 
-def updates_of(sample: SequenceSample, n: int, passes: int, seed: int) -> list[SequenceSample]:
-    """Return what each update of a train step gets: in every pass ``n`` parts, cut anew."""
+def split_updates(sample: SequenceSample, n: int, passes: int, seed: int) -> list[SequenceSample]:
+    """Return the minibatch of each update of a train step: ``n`` in every pass, shuffled per pass."""
     if n * passes == 1:
         return [sample]
     return [part for number in range(passes) for part in minibatches(sample, n, (seed, number))]
 
 
 def weighted_part(part: SequenceSample, weights: Mapping[str, Tensor], keep: Tensor) -> SequenceSample | None:
-    """Return the sequences of a minibatch in ``keep``, bool (n sequences,), as a loss takes them, with the keys
-    ``weights``; None without any."""
-    kept = part.select(part.keys - {ROLLOUT_KEY, TURN_IDS})
-    return choose_sequences(replace_keys(kept, shifted=weights), keep.numpy())
+    """Return the sequences in ``keep``, bool (n_sequences,), with the keys ``weights``; None if empty.
+
+    Keys that a loss does not read (``rollout_index``, ``turn_ids``) are dropped.
+    """
+    loss_inputs = part.select(part.keys - {ROLLOUT_KEY, TURN_IDS})
+    return choose_sequences(replace_keys(loss_inputs, shifted=weights), keep.numpy())
 
 
 def component_weights(part: SequenceSample, aggregation: str, loss_scale_len: int = 1) -> dict[str, Tensor]:
-    """Return what multiplies the loss of every predicted token of a minibatch: ``loss_weights`` of all trained tokens,
-    and for each key of ``COMPONENTS`` in ``part`` the weights of the tokens that have one there, times it."""
+    """Return the weight of every predicted token of a minibatch in each component of the loss.
+
+    ``loss_weights`` holds the weights of the aggregation over all trained tokens. Each key of
+    ``COMPONENTS`` in ``part`` holds the weights of the aggregation over the component's tokens, times
+    the token weights in ``part``. All are f32 (L-1).
+    """
     tokens = PredictedTokens.of(part)
     turn = predicted(part, TURN_IDS) if TURN_IDS in part.keys else None
-    found = {WEIGHTS: token_weights(tokens, aggregation, loss_scale_len, turn)}
+    weights = {WEIGHTS: token_weights(tokens, aggregation, loss_scale_len, turn)}
     for key in COMPONENTS:
         if key in part.keys:
-            own = replace(tokens, mask=counting(part, key, tokens.mask))
-            share = torch.where(own.mask, part[key].cpu(), 0.0)
-            found[key] = token_weights(own, aggregation, loss_scale_len, turn) * share
-    return found
+            component_tokens = replace(tokens, mask=component_mask(part, key, tokens.mask))
+            given_weights = torch.where(component_tokens.mask, part[key].cpu(), 0.0)
+            weights[key] = token_weights(component_tokens, aggregation, loss_scale_len, turn) * given_weights
+    return weights
 
 
-def counting(sample: SequenceSample, component: str, mask: Tensor) -> Tensor:
-    """Return the tokens of ``mask``, bool (n,), that count in a component."""
+def component_mask(sample: SequenceSample, component: str, mask: Tensor) -> Tensor:
+    """Return the tokens of ``mask``, bool (n,), with a nonzero weight in a component."""
     if component in sample.keys:
         return mask & (sample[component].to(mask.device) != 0)
     return mask if COMPONENTS[component] else torch.zeros_like(mask)
 
 
 def component_sum(values: Tensor, part: SequenceSample, component: str) -> Tensor:
-    """Return the sum of ``values`` (n,) over the tokens of a micro-batch that count in a component, by their weights
-    there: a scalar with the graph of ``values`` attached. Where they count nothing ``values`` may be anything."""
-    mask = counting(part, component, PredictedTokens.of(part).mask.to(values.device))
+    """Return the weighted sum of ``values`` (n,) over a component's tokens of a microbatch, a scalar.
+
+    The result keeps the graph of ``values``. Values at other tokens are ignored, NaN included.
+    """
+    mask = component_mask(part, component, PredictedTokens.of(part).mask.to(values.device))
     return weighted_sum(values, part[component if component in part.keys else WEIGHTS].to(values.device), mask)
 
 
 def token_weights(
     tokens: PredictedTokens, aggregation: str, loss_scale_len: int = 1, turn: Tensor | None = None
 ) -> Tensor:
-    """Return the weight of every token such that the sum of weight * loss is the aggregated loss: f32 (n,), 0 outside
-    the mask. ``turn`` i (n,) numbers the turn of each token within its sequence. Raises ValueError for an aggregation
-    that does not exist, and without ``turn`` for one that counts turns.
+    """Return the weight of every token such that sum(weight * loss) is the aggregated loss, f32 (n,).
 
-    The weights are computed over a whole minibatch, so that it can be cut into microbatches afterwards, and before any
-    sequence is left out for having no advantage: normalisers count those too.
+    The weights are 0 outside the mask. They are computed over a whole minibatch, so that it can be
+    split into microbatches afterwards, and before sequences without an advantage are dropped, because
+    the normalisers count those too.
+
+    Args:
+        tokens: The predicted tokens of the minibatch.
+        aggregation: A key of ``AGGREGATIONS``.
+        loss_scale_len: The divisor of the aggregation ``constant``, tokens.
+        turn: Index of each token's turn within its sequence, int (n,), -1 outside turns.
+
+    Raises ValueError for an unknown aggregation, and without ``turn`` for an aggregation by turn.
     """
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"unknown loss aggregation {aggregation!r}")
@@ -192,56 +232,57 @@ def token_weights(
         tokens.mask,
         Unit(tokens.owner, tokens.n_rollouts),
         Unit(prompt, int(prompt.max()) + 1 if len(prompt) else 0),
-        None if turn is None else _turns(tokens.sequence, turn),
+        None if turn is None else _number_turns(tokens.sequence, turn),
         loss_scale_len,
     )
     weight = AGGREGATIONS[aggregation].weight(counts)
     return torch.where(tokens.mask, weight, 0.0).float()
 
 
-def _turns(sequence: Tensor, turn: Tensor) -> Unit:
-    """Number the turns of all sequences; what lies in no turn (-1) of a sequence counts as one more."""
-    index = sequence * (int(turn.max()) + 2 if len(turn) else 1) + turn.long() + 1
-    found, index = torch.unique(index, return_inverse=True)
-    return Unit(index, len(found))
+def _number_turns(sequence: Tensor, turn: Tensor) -> Unit:
+    """Number the turns of all sequences. Tokens of a sequence outside its turns (-1) form one more turn."""
+    key = sequence * (int(turn.max()) + 2 if len(turn) else 1) + turn.long() + 1
+    unique_keys, index = torch.unique(key, return_inverse=True)
+    return Unit(index, len(unique_keys))
 
 
 def weighted_sum(values: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
-    """Return the sum of weights * values over the mask, a scalar with the graph of ``values`` attached."""
+    """Return the sum of weights * values over the mask, a scalar that keeps the graph of ``values``."""
     return torch.where(mask, values * weights, 0.0).sum()
 
 
 class NonFiniteGuard:
-    """Counts consecutive updates that the engine skipped; the run should stop when there are ``limit`` of them."""
+    """Counter of consecutive skipped updates, which ends the run after ``limit`` of them."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.in_a_row = 0
 
     def observe(self, result: TrainResult) -> bool:
-        """Count the result of an update; call it after every one. Returns False when this step should make no further
-        update."""
+        """Count the result of an update. Call it after every update of a step.
+
+        Returns whether the step may continue with further updates.
+        """
         self.in_a_row = self.in_a_row + 1 if result.skipped else 0
         return self.in_a_row < self._limit
 
-    def verdict(self) -> dict[str, str]:
-        """Return what to add to the statistics of the step: ``stop``, the reason to end the run, or nothing. The master
-        ends the run after it has written down what was skipped."""
+    def stop_statistics(self) -> dict[str, str]:
+        """Return ``{"stop": reason}`` if the run has to end, otherwise an empty dict.
+
+        It is added to the statistics of the step: the master ends the run after it has recorded them.
+        """
         if self.in_a_row < self._limit:
             return {}
         return {"stop": f"loss or gradient not finite in {self.in_a_row} updates in a row; see nonfinite.jsonl"}
 
 
-_OF_FIRST = ("mismatch_kl", "mismatch_abs")
-_TOTALS = ("clamped_exponents", "n_trained_tokens")
-WEIGHT_SUMS = ("weights_n", "weights_sum", "weights_squares", "weighed_sequences", "rejected_sequences")
-"""Of the behaviour weights of a micro-batch: how many, their sum and that of their squares, and of how many sequences,
-of which so many were left out."""
-
-
 def summary(results: Sequence[TrainResult]) -> dict[str, float]:
-    """Summarise a train step. Per-token means and losses (``loss``, and ``loss_<name>`` of a component) are averaged
-    over minibatches; the mismatch is that of the first minibatch, the only one that ran before any update."""
+    """Return the statistics of a train step from those of its updates.
+
+    Losses (``loss``, and ``loss_<name>`` of a component) and ``lr`` are averaged over the updates,
+    statistics per token over the trained tokens of all updates. The mismatch is that of the first
+    minibatch only, the one that was computed before any update.
+    """
     skipped = float(sum(result.skipped for result in results))
     out = {"n_updates": len(results) - skipped, "skipped": skipped, "n_trained_tokens": 0.0, "grad_norm": 0.0}
     if not results:
@@ -249,12 +290,12 @@ def summary(results: Sequence[TrainResult]) -> dict[str, float]:
     n_tokens = sum(result.stats.get("n_trained_tokens", 0.0) for result in results)
     names = {name for result in results for name in result.stats}
     if names.issuperset(WEIGHT_SUMS):
-        out |= _weight_figures(results)
+        out |= _weight_statistics(results)
     for name in sorted(names.difference(WEIGHT_SUMS)):
         values = [result.stats[name] for result in results if name in result.stats]
         if name in _TOTALS:
             out[name] = sum(values)
-        elif name in _OF_FIRST:
+        elif name in _FROM_FIRST_MINIBATCH:
             out[name] = values[0] / max(1.0, results[0].stats["n_trained_tokens"])
         elif name.endswith("_max"):
             out[name] = max(values)
@@ -268,9 +309,12 @@ def summary(results: Sequence[TrainResult]) -> dict[str, float]:
     return out
 
 
-def _weight_figures(results: Sequence[TrainResult]) -> dict[str, float]:
-    """Return the effective sample size of the behaviour weights as a fraction, (sum w)^2 / (n sum w^2), 0 where all are
-    0 (Kish 1965), and the fraction of sequences that were left out."""
+def _weight_statistics(results: Sequence[TrainResult]) -> dict[str, float]:
+    """Return the effective sample size of the behaviour weights and the fraction of rejected sequences.
+
+    The effective sample size is a fraction, (sum w)^2 / (n sum w^2), and 0 if all weights are 0
+    (Kish 1965).
+    """
     n, total, squares, sequences, rejected = (
         sum(result.stats.get(name, 0.0) for result in results) for name in WEIGHT_SUMS
     )

@@ -227,7 +227,7 @@ def test_before_anything_was_seen_the_units_are_those_of_rewards():
     moments.observe(torch.zeros(0))
     values = torch.tensor([0.5, -2.0])
     assert (moments.mean, moments.std) == (0.0, 1.0)
-    assert torch.equal(moments.normalised(values), values) and torch.equal(moments.restored(values), values)
+    assert torch.equal(moments.normalise(values), values) and torch.equal(moments.denormalise(values), values)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99])
@@ -246,7 +246,7 @@ def test_moments_are_weighted_means_of_the_batches_seen(decay):
         assert moments.mean == pytest.approx(mean)
         assert moments.std == pytest.approx(math.sqrt(square - mean**2))
     values = torch.tensor([0.1, 5.0])
-    torch.testing.assert_close(moments.restored(moments.normalised(values)), values)
+    torch.testing.assert_close(moments.denormalise(moments.normalise(values)), values)
 
 
 def test_equal_returns_do_not_blow_up_the_units():

@@ -21,10 +21,10 @@ from realhf.algorithms.preference import (
     DPOInterface,
     Pairs,
     RewardModelInterface,
-    ended_rows,
+    build_pairs,
     held_out_groups,
     pair_loss,
-    pairs_of,
+    truncate_after_policy,
 )
 from realhf.algorithms.train_step import PredictedTokens
 from realhf.api.config import ConfigError
@@ -227,14 +227,14 @@ def test_pairs_are_those_of_a_group_whose_rewards_differ() -> None:
     group = torch.tensor([0, 0, 0, 0, 1, 1])
 
     def found(**options: Any) -> list[tuple[int, int]]:
-        pairs = pairs_of(rewards, usable, group, **options)
+        pairs = build_pairs(rewards, usable, group, **options)
         assert len(pairs) == 0 or float(pairs.weight.sum()) == pytest.approx(1.0)
         return sorted(zip(pairs.better.tolist(), pairs.worse.tolist(), strict=True))
 
     assert found() == [(0, 1), (0, 2), (2, 1)]
     assert found(pairing="extremes") == [(0, 1)]
     assert found(min_gap=0.5) == [(0, 1)] and found(min_gap=1.0) == []
-    assert isinstance(pairs_of(rewards, ~usable & False, group), Pairs)
+    assert isinstance(build_pairs(rewards, ~usable & False, group), Pairs)
 
 
 def test_the_loss_of_a_margin_is_stable_and_its_slope_is_its_derivative() -> None:
@@ -260,7 +260,7 @@ def test_a_batch_without_a_pair_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_row_ends_behind_the_last_token_of_the_policy() -> None:
     sample = batch()
-    ended = ended_rows(sample, SimpleNamespace(eos_token_id=2))
+    ended = truncate_after_policy(sample, SimpleNamespace(eos_token_id=2))
     sizes = iter(ended.lengths("packed_input_ids").values.tolist())
     ids, mask = iter(ended["packed_input_ids"].tolist()), iter(ended["loss_mask"].tolist())
     given, trained = iter(sample["packed_input_ids"].tolist()), iter(sample["loss_mask"].tolist())

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from realhf.algorithms.advantages import (
     at_last_token,
     first_of_turn,
-    generalised,
+    generalised_advantages,
     grpo,
     grpo_nostd,
     normalise,
-    of_sampled_tokens,
-    of_tokens,
-    of_turns,
     reinforce,
     reinforce_pp,
     return_to_go,
     returns_by_turn,
     rloo,
+    spread_over_tokens,
+    token_value_estimate,
     turn_advantages,
+    turn_value_estimate,
 )
 from realhf.algorithms.inference import OutcomeRewardInterface
 from realhf.algorithms.policy_gradient import PolicyGradientInterface
@@ -196,11 +196,11 @@ def test_tokens_get_the_advantage_of_their_turn():
     turn = torch.tensor([0, -1, 1, -1, 0], dtype=torch.int32)
     mask = torch.tensor([True, False, True, False, True])
     sequence, counts = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([2, 1])
-    assert of_tokens(table, turn, sequence, mask, counts).tolist() == [1.0, 0.0, 2.0, 0.0, 3.0]
+    assert spread_over_tokens(table, turn, sequence, mask, counts).tolist() == [1.0, 0.0, 2.0, 0.0, 3.0]
     for wrong in (-1, 1):
         turn[-1] = wrong
         with pytest.raises(ValueError, match="turn_ids"):
-            of_tokens(table, turn, sequence, mask, counts)
+            spread_over_tokens(table, turn, sequence, mask, counts)
 
 
 def with_turns(sample, rewards, *, at_end):
@@ -296,7 +296,7 @@ def drawn(seed, most=7):
 def test_tokens_of_the_environment_are_skipped_and_not_discounted(seed, discount, lam):
     """The loop knows the policy's tokens alone."""
     masks, rewards, values, mask, sequence = drawn(seed)
-    found = of_sampled_tokens(rewards, values, mask, sequence, len(masks), discount, lam)
+    found = token_value_estimate(rewards, values, mask, sequence, len(masks), discount, lam)
     assert not bool(found.advantages[~mask].any()) and not bool(found.returns[~mask].any())
     assert torch.equal(found.valued, mask)
     for i in range(len(masks)):
@@ -312,8 +312,8 @@ def test_tokens_of_the_environment_are_skipped_and_not_discounted(seed, discount
 def test_with_lambda_and_discount_of_one_the_critic_is_only_a_baseline(seed):
     """Advantages are returns minus values, and the returns are those of the rewards, whatever the values say."""
     masks, rewards, values, mask, sequence = drawn(seed)
-    found = of_sampled_tokens(rewards, values, mask, sequence, len(masks), 1.0, 1.0)
-    other = of_sampled_tokens(rewards, 3 * values, mask, sequence, len(masks), 1.0, 1.0)
+    found = token_value_estimate(rewards, values, mask, sequence, len(masks), 1.0, 1.0)
+    other = token_value_estimate(rewards, 3 * values, mask, sequence, len(masks), 1.0, 1.0)
     torch.testing.assert_close(found.returns, other.returns, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found.advantages[mask], (found.returns - values)[mask], atol=1e-5, rtol=1e-5)
 
@@ -324,7 +324,7 @@ def test_numbers_worked_out_by_hand():
     sequence = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1])
     rewards = torch.tensor([9.0, 0.0, 0.0, 9.0, 9.0, 0.0, 1.0, 2.0])
     values = torch.tensor([9.0, 0.2, 0.4, 9.0, 9.0, 0.6, 0.8, 0.5])
-    found = of_sampled_tokens(rewards, values, mask, sequence, 2, 1.0, 0.5)
+    found = token_value_estimate(rewards, values, mask, sequence, 2, 1.0, 0.5)
     # deltas .2, .2, .2, .2; the last token: 1 - .8
     assert found.advantages.tolist() == pytest.approx([0, 0.375, 0.35, 0, 0, 0.3, 0.2, 1.5])
     assert found.returns.tolist() == pytest.approx([0, 0.575, 0.75, 0, 0, 0.9, 1.0, 2.0])
@@ -364,7 +364,7 @@ def test_a_turn_is_one_decision(seed, discount, lam):
     """Its tokens have one advantage, and what turns without tokens earn belongs to the turn before, discounted."""
     drawn_turns = turns_of(seed)
     rows = drawn_turns.pop("rows")
-    found = of_turns(discount=discount, lam=lam, **drawn_turns)
+    found = turn_value_estimate(discount=discount, lam=lam, **drawn_turns)
     mask, sequence, turn = (drawn_turns[name] for name in ("mask", "sequence", "turn"))
     for i, (tokens, earned, value) in enumerate(rows):
         played = [k for k in range(len(tokens)) if tokens[k]]
@@ -391,9 +391,9 @@ def test_a_turn_is_one_decision(seed, discount, lam):
 def test_a_turn_of_one_token_each_is_the_advantage_by_token():
     mask, sequence = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 0, 1])
     rewards, values = torch.tensor([0.0, 0.5, 1.0, -1.0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
-    by_token = of_sampled_tokens(rewards, values, mask, sequence, 2, 0.9, 0.8)
+    by_token = token_value_estimate(rewards, values, mask, sequence, 2, 0.9, 0.8)
     turn, counts = torch.tensor([0, 1, 2, 0]), torch.tensor([3, 1])
-    by_turn = of_turns(torch.zeros(4), rewards, counts, values, turn, mask, sequence, 0.9, 0.8)
+    by_turn = turn_value_estimate(torch.zeros(4), rewards, counts, values, turn, mask, sequence, 0.9, 0.8)
     assert all(torch.equal(a, b) for a, b in zip(by_token, by_turn, strict=True))
 
 
@@ -401,11 +401,13 @@ def test_nothing_sampled_has_no_advantage_and_no_return():
     mask, nothing = torch.zeros(3, dtype=torch.bool), torch.full((3,), float("nan"))
     sequence = torch.tensor([0, 0, 2])
     for found in (
-        of_sampled_tokens(nothing, nothing, mask, sequence, 3, 1.0, 0.9),
-        of_turns(nothing, torch.ones(3), torch.ones(3).long(), nothing, torch.full((3,), -1), mask, sequence, 1.0, 0.9),
+        token_value_estimate(nothing, nothing, mask, sequence, 3, 1.0, 0.9),
+        turn_value_estimate(
+            nothing, torch.ones(3), torch.ones(3).long(), nothing, torch.full((3,), -1), mask, sequence, 1.0, 0.9
+        ),
     ):
         assert not bool(found.advantages.any()) and not bool(found.returns.any()) and not bool(found.valued.any())
-    assert generalised(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0) > 0, 1.0, 1.0).shape == (0, 0)
+    assert generalised_advantages(torch.zeros(0, 0), torch.zeros(0, 0), torch.zeros(0, 0) > 0, 1.0, 1.0).shape == (0, 0)
 
 
 def test_a_token_outside_of_its_turns_is_refused():
@@ -413,7 +415,9 @@ def test_a_token_outside_of_its_turns_is_refused():
     for wrong in (-1, 1):
         turn = torch.tensor([0, wrong])
         with pytest.raises(ValueError, match="turn_ids"):
-            of_turns(torch.zeros(2), torch.ones(1), torch.tensor([1]), torch.zeros(2), turn, mask, sequence, 1.0, 1.0)
+            turn_value_estimate(
+                torch.zeros(2), torch.ones(1), torch.tensor([1]), torch.zeros(2), turn, mask, sequence, 1.0, 1.0
+            )
 
 
 def test_the_first_token_of_a_turn_is_that_of_its_own_sequence():

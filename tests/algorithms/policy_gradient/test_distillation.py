@@ -127,7 +127,7 @@ def rollouts(student, teacher, generator, n=512):
     ("options", "told"),
     [
         ({"algo": "opd", "distill_weight": 0.0}, "ppo.rl_weight=0, distill_weight=0: nothing would be learned"),
-        ({"rl_weight": 0.5}, "ppo.rl_weight=0.5: it is a share beside ppo.distill_weight"),
+        ({"rl_weight": 0.5}, "ppo.rl_weight=0.5: it is relative to ppo.distill_weight"),
         ({"algo": "opd", "kl_ctl": 0.1}, r"ppo.rl_weight=0: .*kl_ctl=0.1.* use kl_loss_coef"),
         ({"algo": "ppo", "rl_weight": 0.0, "distill_weight": 1.0}, "ppo.rl_weight=0: .*adv_estimator 'gae'"),
         ({"algo": "opd", "adv_norm": True}, "ppo.adv_norm has no effect with rl_weight 0"),
