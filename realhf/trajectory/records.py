@@ -1,7 +1,8 @@
-"""Defines what the trajectory server remembers, the rules it goes by, and the refusal that becomes an HTTP error;
-every part of the server imports it.
+"""Records, rules and refusals of the trajectory server; every part of the server imports this
+module.
 
-Source: docs/reference/trajectory.md 1 (vocabulary), 3.4 to 3.10 (rules), 3.11 (what is persisted), 3.12 (strict).
+Source: docs/reference/trajectory.md 1 (vocabulary), 3.4 to 3.10 (rules), 3.11 (persisted data),
+3.12 (strict).
 """
 
 from __future__ import annotations
@@ -32,164 +33,226 @@ SCHEMA: dict[str, Any] = {
     "distill_logprobs": list[list[list[float]]] | None,
     "policy_version": Int64 | None,
 }  # fmt: skip
-"""Fields of a group and their types, in order; in binary ``INTEGER_ROWS`` and ``FLOAT_ROWS`` may be tensors."""
+"""Fields of a group and their types, in order. In binary, INTEGER_ROWS and FLOAT_ROWS may be
+tensors."""
 FIELDS = tuple(SCHEMA)
-"""Every delivered item has all but the last; ``policy_version`` is there only where it was sent."""
+"""All field names. Every delivered group has all but the last; ``policy_version`` is present only
+if it was sent."""
 REQUIRED = ("tokens", "masks", "scores")
 INTEGER_ROWS = ("tokens", "masks")
+"""Fields with one row of integers per sequence."""
 FLOAT_ROWS = ("advantages", "ref_logprobs", "inference_logprobs")
+"""Fields with one row of floats per sequence."""
 FLOATS = ("scores", *FLOAT_ROWS, "distill_logprobs")
-"""Fields of which every number is a float on the wire, also where it was pushed as an integer."""
+"""Fields whose numbers are all floats on the wire, even if they were pushed as integers."""
 FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
+"""Fields with arbitrary JSON."""
 N_STOCK_FIELDS = 14
+"""Number of fields of the original server."""
 PayloadRef: TypeAlias = int | bytes
-"""Where a group's bytes are: the bytes themselves (memory store) or a number that the store understands."""
+"""Location of a group's bytes: the bytes themselves (memory store), or a number that the store
+interprets."""
 PAYLOAD_LOST = "payload_lost"
-"""Reason of a group in quarantine whose bytes were read and are not what was written."""
+"""Quarantine reason of a group whose stored bytes are damaged or missing."""
 
 
 class Place(IntEnum):
-    """Says where a group is. Every stored group is in exactly one place."""
+    """Location of a group. Every stored group is in exactly one place."""
 
     QUEUE = 0
+    """Ready for a batch."""
     BUFFER = 1
+    """In the mix buffer of its environment, waiting for other groups."""
     LEASED = 2
+    """In a batch that a trainer holds."""
     QUARANTINE = 3
+    """Set aside, because it cannot be served."""
 
 
 class Encoding(IntEnum):
-    """Says which encoding a group's producer pushed its payload in."""
+    """Encoding in which a producer pushed a payload."""
 
     JSON = 0
+    """One JSON object."""
     MSGPACK = 1
+    """MessagePack key-value pairs."""
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Describes one group's bytes.
+    """Description of one group's bytes.
 
-    JSON is one object, without surrounding white space, of known keys only. MessagePack is the key-value pairs of the
-    map *without its header*. ``present``: bit i is set where FIELDS[i] is a key of it; ``crc``: CRC-32 of the bytes.
+    JSON is one object without surrounding white space, with known keys only. MessagePack is the
+    key-value pairs of the map *without its header*.
     """
 
     ref: PayloadRef
+    """Location in the store."""
     nbytes: int
+    """Size in bytes."""
     encoding: Encoding
+    """Encoding of the bytes."""
     present: int
+    """Bit i is set if FIELDS[i] is a key."""
     crc: int
+    """CRC-32 of the bytes."""
 
 
 class GroupRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Records one stored group.
-
-    ``order`` is its position within its place and grows with every entry; ``size`` counts sequences; ``bundle`` is
-    (order of the first member, number of members) of a set that must leave together, whose members have consecutive
-    orders; ``arrived_at`` is in seconds since 1970; ``reason`` says why it is in quarantine.
-    """
+    """One stored group."""
 
     id: int
+    """Unique number."""
     order: int
+    """Position within its place; every move to a place gets a higher number."""
     place: Place
+    """Current location."""
     env_id: int | None
+    """Environment that pushed it; None if unknown."""
     size: int
+    """Number of sequences."""
     payload: Payload
+    """Description of its bytes."""
     policy_version: int
+    """Version of the weights that sampled it."""
     arrived_at: float
+    """Arrival in seconds since 1970."""
     bundle: tuple[int, int] | None = None
+    """(order of the first member, number of members) of a set that must be delivered together; its
+    members have consecutive orders."""
     reason: str = ""
+    """Why it is in quarantine; "too_stale" also marks stale groups in the queue."""
 
     @property
     def members(self) -> tuple[GroupRecord, ...]:
-        """Return the group alone: a single group is a unit of one member."""
+        """The group alone: a single group is a unit with one member."""
         return (self,)
 
 
 class EnvRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Records one rollout handler. ``last_seen`` is in seconds since 1970; ``served`` counts sequences handed out;
-    ``virtual_time`` is served over share, the clock of weighted filling (docs/reference/trajectory.md 3.6)."""
+    """One registered environment (rollout handler)."""
 
     env_id: int
+    """Number of the environment."""
     desired_name: str
+    """Name that it asked for."""
     name: str
+    """Unique name that it got."""
     max_token_length: int
+    """Longest sequence in tokens."""
     weight: float
+    """Weight in batches, relative to other environments."""
     group_size: int
+    """Sequences of a regular group."""
     min_batch_allocation: float | None
+    """Smallest share of every batch; None for no minimum."""
     connected: bool
+    """False after it disconnected."""
     last_seen: float
+    """Last heartbeat in seconds since 1970."""
     served: int = 0
+    """Sequences delivered so far."""
     virtual_time: float = 0.0
+    """Served sequences divided by share: the clock of weighted filling
+    (docs/reference/trajectory.md 3.6)."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Records one batch in a trainer's hands.
-
-    ``groups``: ids in the order of delivery; ``sent``: the whole response went out on a live connection; ``returned``:
-    given back or never sent, to be handed out first; times in seconds since 1970. ``mode`` says what ends it:
-    ``implicit`` (the owner's next pull), ``explicit`` (an ack only), ``on_sent`` (the whole response went out),
-    ``at_most_once`` (its creation; it is never handed out again). ``attempt`` counts responses, so that the end of an
-    earlier one is not taken for the end of the present one.
-    """
+    """One batch that a trainer holds."""
 
     lease_id: str
+    """Unique id of the lease."""
     owner: str
+    """Identity of the trainer."""
     step: int
+    """Step of the batch."""
     groups: tuple[int, ...]
+    """Group ids in the order of delivery."""
     created_at: float
+    """Creation in seconds since 1970."""
     expires_at: float
+    """Expiry in seconds since 1970."""
     sent: bool = False
+    """Whether the whole response was sent on a live connection."""
     returned: bool = False
+    """Whether the batch was given back or never sent; it is then delivered before new ones."""
     mode: str = "implicit"
+    """Event that ends the lease: ``implicit`` (the owner's next pull), ``explicit`` (an ack only),
+    ``on_sent`` (the whole response was sent) or ``at_most_once`` (its creation; it is never
+    delivered again)."""
     attempt: int = 0
+    """Number of previous responses, so that the end of an earlier response is not taken for the end
+    of the current one."""
 
 
 class ClosedLease(msgspec.Struct, frozen=True, array_like=True):
-    """Records a lease that ended: ``outcome`` is ``acked`` or ``superseded`` (redelivered to another trainer)."""
+    """A lease that ended."""
 
     lease_id: str
+    """Id of the lease."""
     outcome: str
+    """``acked`` or ``superseded`` (delivered again under another lease)."""
     closed_at: float
+    """End in seconds since 1970."""
 
 
 class Replay(msgspec.Struct, frozen=True, array_like=True):
-    """Records the answer to an idempotency key: ``fingerprint`` of the request, JSON ``body``, ``headers``."""
+    """Stored answer for an idempotency key."""
 
     key: str
+    """The idempotency key."""
     fingerprint: str
+    """Fingerprint of the request."""
     body: bytes
+    """JSON body of the answer."""
     headers: dict[str, str]
+    """Headers of the answer."""
     stored_at: float
+    """Time in seconds since 1970."""
 
 
 class RunRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Records the registration and its counters; there is one per state.
-
-    ``registered`` False: no trainer since the last reset. ``latest``: the last group that entered the queue, kept
-    readable after its consumption. ``other_time`` and ``clock``: virtual time of groups without an environment, and of
-    the last served pack (docs/reference/trajectory.md 3.6).
-    """
+    """The registration of the run and its counters; one per state."""
 
     epoch: int = 0
+    """Number of resets."""
     registered: bool = False
+    """Whether a trainer has registered since the last reset."""
     started: bool = False
+    """Whether a trainer has pulled since the registration."""
     wandb_group: str | None = None
+    """Group of the run."""
     wandb_project: str | None = None
+    """Project of the run."""
     batch_size: int = -1
+    """Sequences of a batch; -1 without a trainer."""
     max_token_len: int = -1
+    """Longest sequence in tokens; -1 without a trainer."""
     checkpoint_dir: str = ""
+    """Checkpoint folder that environments are given."""
     save_checkpoint_interval: int = 0
+    """Steps between checkpoints."""
     starting_step: int = 0
+    """First step of the run."""
     num_steps: int = 0
+    """Number of steps."""
     step: int = 0
+    """Number of batches delivered."""
     max_staleness: int | None = None
+    """Staleness bound of the run in policy versions; None: the server's."""
     policy_version: int | None = None
+    """Version announced by the trainer; None: the step counts."""
     latest: GroupRecord | None = None
+    """Last group that entered the queue; it stays readable after it was consumed."""
     other_time: float = 0.0
+    """Virtual time of groups without an environment (docs/reference/trajectory.md 3.6)."""
     clock: float = 0.0
+    """Virtual time of the last served pack."""
     quarantine_dropped: int = 0
+    """Groups dropped from quarantine."""
 
     @property
     def current_version(self) -> int:
-        """Policy version that a group without one is stamped with (docs/reference/trajectory.md 3.9)."""
+        """Policy version assigned to a group without one (docs/reference/trajectory.md 3.9)."""
         return self.step if self.policy_version is None else self.policy_version
 
 
@@ -202,10 +265,10 @@ TABLES: dict[str, type] = {
     "closed": ClosedLease,
     "replays": Replay,
 }
-"""Name of each table and the record of its rows. Keys: "run", env_id, group id, lease_id, lease_id, key."""
+"""Record type of each table. Keys: "run", env_id, group id, lease_id, lease_id, key."""
 
 
-def place_of(record: Record) -> tuple[str, int | str]:
+def table_and_key(record: Record) -> tuple[str, int | str]:
     """Return the table and the key of a record."""
     match record:
         case RunRecord():
@@ -223,16 +286,22 @@ def place_of(record: Record) -> tuple[str, int | str]:
 
 
 class Incoming(msgspec.Struct, frozen=True):
-    """Holds a valid group: its canonical bytes (see ``records.Payload``) and what routing needs. ``size`` is the number
-    of sequences, ``len(tokens)``; a ``policy_version`` of None is replaced by the current one."""
+    """A validated group that was pushed."""
 
     data: bytes
+    """Canonical bytes, see ``Payload``."""
     encoding: Encoding
+    """Encoding of the bytes."""
     present: int
+    """Bit mask of the present fields, see ``Payload``."""
     crc: int
+    """CRC-32 of the bytes."""
     size: int
+    """Number of sequences, ``len(tokens)``."""
     env_id: int | None
+    """Environment that pushed it; None if unknown."""
     policy_version: int | None
+    """Version of the weights; None is replaced by the current one."""
 
 
 STRICT_ROWS = (
@@ -241,7 +310,8 @@ STRICT_ROWS = (
     "forget_on_reset",
 )  # fmt: skip
 """Rows of the strict switch (docs/reference/trajectory.md 3.12)."""
-TRUE_WORDS, FALSE_WORDS = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+TRUE_WORDS = ("1", "true", "yes", "on")
+FALSE_WORDS = ("0", "false", "no", "off", "")
 _CHOICES = {
     "reregister": ("continue", "reset", "ignore"), "delivery": ("at_least_once", "at_most_once"),
     "stale_policy": ("quarantine", "last"), "min_rounding": ("floor", "ceil"),
@@ -249,14 +319,15 @@ _CHOICES = {
 
 
 def setting(default: Any, about: str, kind: type = str, **more: Any) -> Any:
-    """Declare a setting, which is also a flag and a variable of the server; ``kind`` reads its text."""
+    """Declare a setting, which is also a command-line flag and an environment variable of the
+    server. ``kind`` converts its text."""
     return field(default=default, metadata={"about": about, "kind": kind, **more})
 
 
 @dataclass(frozen=True)
 class StateOptions:
-    """Holds the rules of one state. Sizes in bytes (0: no limit), times in seconds. Raises ValueError naming a bad
-    one."""
+    """Rules of one state. Sizes in bytes (0: no limit), times in seconds. Raises ValueError naming
+    an invalid one."""
 
     strict: str = setting(
         "", "the original's behaviour: all of it, or the rows with these names (docs/reference/trajectory.md 3.12), "
@@ -312,12 +383,13 @@ class StateOptions:
                 raise ValueError(f"{name} must be more than 0 seconds")
 
     def is_strict(self, *rows: str) -> bool:
-        """Return whether the original's behaviour counts in all of these rows."""
+        """Return whether all of these rows follow the original server's behaviour."""
         return set(rows) <= set(self.strict.split(","))
 
 
 def _strict_rows(names: str) -> list[str]:
-    """Return the rows named, in the order of ``STRICT_ROWS``; a word like yes or no means all or none of them."""
+    """Return the named rows in the order of ``STRICT_ROWS``; words like yes or no select all or
+    none."""
     words = str(names).lower()
     if words in (*FALSE_WORDS, "none"):
         return []
@@ -330,7 +402,8 @@ def _strict_rows(names: str) -> list[str]:
 
 
 class Refusal(Exception):
-    """Is raised for a request that cannot be served. ``detail`` is JSON-able: a text, or the list of a 422."""
+    """Error of a request that cannot be served; it becomes an HTTP error. ``detail`` is
+    JSON-serialisable: a text, or the list of a 422."""
 
     def __init__(self, status: int, detail: Any, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(f"{status}: {detail}")
@@ -343,5 +416,6 @@ class Refusal(Exception):
 
 
 def invalid(loc: list[str | int], message: str, kind: str = "value_error", given: Any = None) -> Refusal:
-    """Make a 422 in the shape of the contract: ``{"detail": [{"type", "loc", "msg", "input"}]}``."""
+    """Return a 422 in the format of the contract: ``{"detail": [{"type", "loc", "msg",
+    "input"}]}``."""
     return Refusal(422, [{"type": kind, "loc": loc, "msg": message, "input": given}])

@@ -57,24 +57,24 @@ class Driver:
         refs = [group.data for group in groups]
         return push.push(self.state, self.now, groups, refs, listed, key, fingerprint)
 
-    def pull(self, who: str = "t", **request: Any) -> delivery.Batch | delivery.NoBatch:
+    def pull(self, who: str = "t", **request: Any) -> delivery.LeasedBatch | delivery.NoBatch:
         anonymous = request.pop("anonymous", False)
         return delivery.pull(self.state, self.now, delivery.PullRequest(who, anonymous, **request))
 
-    def batch(self, who: str = "t", sent: bool = True, **request: Any) -> delivery.Batch:
+    def batch(self, who: str = "t", sent: bool = True, **request: Any) -> delivery.LeasedBatch:
         """A batch that must be there."""
         batch = self.pull(who, **request)
-        assert isinstance(batch, delivery.Batch), batch
+        assert isinstance(batch, delivery.LeasedBatch), batch
         if sent:
             delivery.mark_sent(self.state, self.now, batch)
         return batch
 
 
-def sizes(batch: delivery.Batch) -> list[int]:
+def sizes(batch: delivery.LeasedBatch) -> list[int]:
     return [group.size for group in batch.groups]
 
 
-def ids(batch: delivery.Batch) -> list[int]:
+def ids(batch: delivery.LeasedBatch) -> list[int]:
     return [group.id for group in batch.groups]
 
 

@@ -29,7 +29,7 @@ def router(service: Service) -> APIRouter:
         await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
         key, fingerprint = idempotency(request, request.scope.get("traj.body", b""))
         (body, headers), _ = await engine.write(
-            registry.once, key, fingerprint, registry.register_env, env.model_dump()
+            registry.run_once, key, fingerprint, registry.register_env, env.model_dump()
         )
         return answer(body, headers)
 

@@ -30,7 +30,7 @@ from realhf.trajectory.http.service import (
 )
 from realhf.trajectory.records import PAYLOAD_LOST, Refusal, invalid
 from realhf.trajectory.state import delivery, registry
-from realhf.trajectory.state.delivery import Batch, NoBatch, PullRequest
+from realhf.trajectory.state.delivery import LeasedBatch, NoBatch, PullRequest
 from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.wire.encode import encode_batch
 from realhf.trajectory.wire.intake import MSGPACK_TYPES
@@ -52,7 +52,7 @@ def router(service: Service) -> APIRouter:
         if join and anew:
             raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
         options = (registration.model_dump(), join, may_reset(service, request), anew, _identity(request))
-        (body, headers), _ = await engine.write(registry.once, key, fingerprint, registry.register, *options)
+        (body, headers), _ = await engine.write(registry.run_once, key, fingerprint, registry.register, *options)
         return answer(body, headers | handed_out(request))
 
     @routes.get("/batch")
@@ -71,7 +71,7 @@ def router(service: Service) -> APIRouter:
                 return await _respond(service, request, pulled)
             except PayloadLost as error:  # one batch at a time: whoever asks again gets the next one
                 logger.error("step %d: %s; these groups go to quarantine", pulled.step, error)
-                await engine.write(delivery.give_up_lost, pulled, error.refs)
+                await engine.write(delivery.isolate_lost, pulled, error.refs)
                 return answer({"batch": None}, {"X-Batch-Reason": PAYLOAD_LOST})
 
     @routes.post("/batch/ack")
@@ -116,7 +116,7 @@ def _pull_request(request: Request) -> PullRequest:
     )
 
 
-async def _respond(service: Service, request: Request, batch: Batch) -> BatchResponse:
+async def _respond(service: Service, request: Request, batch: LeasedBatch) -> BatchResponse:
     """Read and encode a leased batch; any failure before it is out gives the batch back."""
     msgpack, coding = _accepted(request)
     try:
@@ -128,7 +128,7 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
     except PayloadLost:
         raise
     except BaseException:
-        service.engine.write_surely(delivery.mark_lost, batch)
+        service.engine.write_until_kept(delivery.mark_lost, batch)
         raise
     oldest, newest = batch.versions
     if not batch.redelivered:
@@ -146,7 +146,7 @@ async def _respond(service: Service, request: Request, batch: Batch) -> BatchRes
     } | ({"Content-Encoding": used} if used else {})
 
     def report(sent: bool) -> None:
-        service.engine.write_surely(delivery.mark_sent if sent else delivery.mark_lost, batch)
+        service.engine.write_until_kept(delivery.mark_sent if sent else delivery.mark_lost, batch)
 
     return BatchResponse(pieces, headers, report)
 

@@ -1,6 +1,7 @@
-"""Selects the groups of the next batch: fair shares, packs, exact fill, minimum allocations, and the original's rule.
+"""Batch selection: fair shares, packs, exact fill, minimum allocations, and the original server's
+rule.
 
-The original's rule can jam when sizes are not powers of two; ``strict`` accepts that. Source:
+The original's rule can deadlock when sizes are not powers of two; ``strict`` accepts that. Source:
 docs/reference/trajectory.md 1.1, 3.3, 3.4, 3.6, 3.12.
 """
 
@@ -20,38 +21,41 @@ from realhf.trajectory.state.queue_index import Lane, QueueIndex, Unit
 
 @dataclass(frozen=True)
 class FairShare:
-    """Holds the shares of environments and what they have been served.
-
-    ``shares``: of each known environment; ``times``: served sequences over share, so far; ``clock``: the time of the
-    one that was served last. Environments without a share count together under the key None, which has
-    ``default_share``.
-    """
+    """Shares of environments and the sequences served so far. Environments without a share are one
+    account with the key None."""
 
     shares: Mapping[int | None, float]
+    """Share of each known environment."""
     times: Mapping[int | None, float]
+    """Virtual time of each account: served sequences divided by share."""
     clock: float
+    """Virtual time of the account that was served last."""
     default_share: float
+    """Share of the account None."""
 
 
 @dataclass
 class Ledger:
-    """Keeps the accounts while one batch is formed. ``times`` holds changed times, ``served`` the sequences taken from
-    each environment."""
+    """Accounts while one batch is formed."""
 
     fair: FairShare
+    """Shares and times before this batch."""
     clock: float = field(init=False)
+    """Virtual time of the account that was served last."""
     times: dict[int | None, float] = field(default_factory=dict)
+    """Changed virtual times."""
     served: dict[int | None, int] = field(default_factory=dict)
+    """Sequences taken from each environment."""
 
     def __post_init__(self) -> None:
         self.clock = self.fair.clock
 
     def key(self, env_id: int | None) -> int | None:
-        """Return the account of an environment: its own, or None for those without a share."""
+        """Return the account of an environment: its own, or None without a share."""
         return env_id if env_id in self.fair.shares else None
 
     def time(self, key: int | None) -> float:
-        """Return the time of an account, including what this batch has charged."""
+        """Return the virtual time of an account, including the charges of this batch."""
         found = self.times.get(key)
         return self.fair.times.get(key, 0.0) if found is None else found
 
@@ -64,34 +68,39 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Selected:
-    """Holds a batch: ``groups`` in the order of delivery, and the accounts of its environments."""
+    """A selected batch."""
 
     groups: list[GroupRecord]
+    """Groups in the order of delivery."""
     ledger: Ledger
+    """Accounts after this batch."""
 
 
 @dataclass(frozen=True)
 class NotSelected:
-    """Says why no batch can be formed: ``reason`` is a value of ``X-Batch-Reason``."""
+    """No batch can be formed."""
 
     reason: str
+    """A value of ``X-Batch-Reason``."""
 
 
 Pack = list[Unit]
+"""Units that are selected together."""
 
 
 def chunks(units: Iterable[Unit], length: int) -> Iterator[Pack]:
-    """Yield complete packs of ``length`` units; an incomplete rest is left out."""
+    """Yield complete packs of ``length`` units; an incomplete rest is dropped."""
     iterator = iter(units)
     while len(pack := list(islice(iterator, length))) == length:
         yield pack
 
 
 class FairDraw:
-    """Draws the oldest pack of the environment with the smallest time, again and again.
+    """Draws packs by weighted fair queueing: always the oldest pack of the account with the
+    smallest virtual time.
 
-    Sources yield packs in the order of their oldest member. A pack takes the turn of that member's environment, and
-    each environment is charged for its own members.
+    Sources yield packs in the order of their oldest member. A pack uses the turn of that member's
+    environment, and each environment is charged for its own members.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -102,7 +111,7 @@ class FairDraw:
         self._ticket = count()
 
     def offer(self, source: Iterator[Pack]) -> None:
-        """Let a source take part, from its next pack on."""
+        """Add a source, starting with its next pack."""
         pack = next(source, None)
         if pack is None:
             return
@@ -112,7 +121,7 @@ class FairDraw:
         self._queue_turn(key)
 
     def draw(self) -> tuple[Pack, Iterator[Pack]] | None:
-        """Return the next pack and the source it came from, which no longer takes part until it is offered again; None
+        """Return the next pack and its source, which is removed until it is offered again; None
         when all packs are drawn."""
         while self._turns:
             time, order, _, key = heapq.heappop(self._turns)
@@ -128,7 +137,7 @@ class FairDraw:
         return None
 
     def charge(self, pack: Pack) -> None:
-        """Take the pack into the batch and charge its environments."""
+        """Add the pack to the batch and charge its environments."""
         key = self.ledger.key(pack[0].env_id)
         self.ledger.clock = self.ledger.time(key)
         for unit in pack:
@@ -136,12 +145,12 @@ class FairDraw:
         self._queue_turn(key)
 
     def skip(self, pack: Pack) -> None:
-        """Leave out a pack that does not fit: its environment keeps its turn."""
+        """Leave out a pack that does not fit; its environment keeps its turn."""
         self._queue_turn(self.ledger.key(pack[0].env_id))
 
     def _queue_turn(self, key: int | None) -> None:
-        """Queue one turn for each environment that has packs; a turn that was overtaken is not in ``_current`` any
-        more."""
+        """Queue one turn per account that has packs. An outdated turn stays in the heap but is not
+        in ``_current``."""
         if not (heads := self._heads.get(key)):
             self._current.pop(key, None)
             return
@@ -151,14 +160,14 @@ class FairDraw:
             heapq.heappush(self._turns, (*turn, next(self._ticket), key))
 
 
-def delivered(packs: list[Pack], ledger: Ledger) -> Selected:
-    """Make the batch of these packs, ordered by their oldest members."""
+def build_selection(packs: list[Pack], ledger: Ledger) -> Selected:
+    """Return the batch of these packs, ordered by their oldest members."""
     packs = sorted(packs, key=lambda pack: pack[0].order)
     groups = [member for pack in packs for unit in pack for member in unit.members]
     return Selected(groups, ledger)
 
 
-def unservable(size: int, batch_size: int, strict: bool) -> str | None:
+def find_size_problem(size: int, batch_size: int, strict: bool) -> str | None:
     """Return why a unit of ``size`` sequences can never be part of a batch, or None if it can."""
     if size < 1:
         return "zero_sequences"
@@ -170,11 +179,11 @@ def unservable(size: int, batch_size: int, strict: bool) -> str | None:
 
 
 def select_exact(index: QueueIndex, batch_size: int, fair: FairShare) -> Selected | NotSelected:
-    """Select packs whose length is the least common multiple of the sizes present. While these do not suffice, try
-    again without the largest size, so that a large group never blocks the others."""
+    """Select packs whose length is the least common multiple of the sizes present. If these do not
+    suffice, try again without the largest size, so that a large group never blocks the others."""
     by_size: dict[int, list[Lane]] = {}
     for (_, size), lane in index.lanes.items():
-        if unservable(size, batch_size, strict=False) is None:
+        if find_size_problem(size, batch_size, strict=False) is None:
             by_size.setdefault(size, []).append(lane)
     sizes = sorted(by_size)
     if sum(size * len(lane) for size in sizes for lane in by_size[size]) < batch_size:
@@ -189,7 +198,8 @@ def select_exact(index: QueueIndex, batch_size: int, fair: FairShare) -> Selecte
 
 
 def _sources(lanes: Sequence[Lane], length: int) -> Iterator[Iterator[Pack]]:
-    """Yield packs of single environments, then shared packs of what is left over of several."""
+    """Yield sources of packs: first packs of single environments, then shared packs of the
+    remaining units of several."""
     left = []
     for lane in lanes:
         own, rest = divmod(len(lane), length)
@@ -201,7 +211,8 @@ def _sources(lanes: Sequence[Lane], length: int) -> Iterator[Iterator[Pack]]:
 
 
 def _draw(sources: Iterator[Iterator[Pack]], packs: int, ledger: Ledger) -> Selected:
-    draw, chosen = FairDraw(ledger), []
+    draw = FairDraw(ledger)
+    chosen = []
     for source in sources:
         draw.offer(source)
     for _ in range(packs):
@@ -211,7 +222,7 @@ def _draw(sources: Iterator[Iterator[Pack]], packs: int, ledger: Ledger) -> Sele
         draw.charge(pack)
         draw.offer(source)
         chosen.append(pack)
-    return delivered(chosen, ledger)
+    return build_selection(chosen, ledger)
 
 
 Minimums = Sequence[tuple[int, float]]
@@ -227,18 +238,19 @@ def select_with_minimums(
     rounding: str = "floor",
     recheck: bool = True,
 ) -> Selected | NotSelected:
-    """Select the minimums first, in order of registration, then fill the batch by weight from all environments.
+    """Select the minimums first, in order of registration, then fill the batch by weight from all
+    environments.
 
-    ``minimums``: (env_id, fraction of the batch). While no batch results, it tries again without the largest size; when
-    all fail, the first reason is returned.
+    ``minimums``: (env_id, fraction of the batch). If no batch results, try again without the
+    largest size; if all attempts fail, return the first reason.
     """
-    sizes = sorted({size for _, size in index.lanes if unservable(size, batch_size, strict=False) is None})
+    sizes = sorted({size for _, size in index.lanes if find_size_problem(size, batch_size, strict=False) is None})
     if index.sequences < batch_size:
         return NotSelected("not_enough_sequences" if index.groups else "empty")
     first: NotSelected | None = None
     while sizes:
-        attempt = _Attempt(batch_size, Ledger(fair), _packable(index, sizes, batch_size))
-        result = attempt.run(needs(batch_size, minimums, rounding), recheck)
+        attempt = _Attempt(batch_size, Ledger(fair), _complete_units(index, sizes, batch_size))
+        result = attempt.run(compute_needs(batch_size, minimums, rounding), recheck)
         if isinstance(result, Selected):
             return result
         first = first or result
@@ -246,21 +258,22 @@ def select_with_minimums(
     return first or NotSelected("no_complete_packs")
 
 
-def needs(batch_size: int, minimums: Minimums, rounding: str) -> dict[int, int]:
-    """Return how many sequences each environment must get, where that is more than 0."""
-    found = {}
+def compute_needs(batch_size: int, minimums: Minimums, rounding: str) -> dict[int, int]:
+    """Return the number of sequences that each environment must get, for those with more than 0."""
+    required = {}
     for env_id, allocation in minimums:
         exact = batch_size * allocation
         need = floor(exact + 1e-9) if rounding == "floor" else ceil(exact - 1e-9)
         if need > 0:
-            found[env_id] = need
-    return found
+            required[env_id] = need
+    return required
 
 
-def _packable(index: QueueIndex, sizes: Sequence[int], batch_size: int) -> Lanes:
-    """Return units in complete packs of one environment, by environment and size, oldest first; no more than a batch
-    can hold of each."""
-    unit, lanes = lcm(*sizes), {}
+def _complete_units(index: QueueIndex, sizes: Sequence[int], batch_size: int) -> Lanes:
+    """Return the units in complete packs of one environment, by environment and size, oldest first,
+    and of each at most what a batch can contain."""
+    unit = lcm(*sizes)
+    lanes = {}
     for (env_id, size), lane in index.lanes.items():
         if size in sizes:
             complete = len(lane) - len(lane) % (unit // size)
@@ -272,16 +285,22 @@ def _packable(index: QueueIndex, sizes: Sequence[int], batch_size: int) -> Lanes
 
 @dataclass
 class _Attempt:
-    """Makes one try with one set of sizes. ``lanes`` shrink as units are chosen; ``left`` counts, by size, the units
-    that are not chosen yet."""
+    """One attempt with one set of sizes."""
 
     batch_size: int
+    """Sequences of the batch."""
     ledger: Ledger
+    """Accounts of this attempt."""
     lanes: Lanes
+    """Units by environment and size; they are removed when they are chosen."""
     chosen: list[Pack] = field(default_factory=list)
+    """Packs chosen so far."""
     taken: dict[int | None, int] = field(default_factory=dict)
+    """Sequences taken from each environment."""
     room: int = field(init=False)
+    """Sequences that are still missing."""
     left: Counter[int] = field(default_factory=Counter)
+    """Units by size that are not chosen yet."""
 
     def __post_init__(self) -> None:
         self.room = self.batch_size
@@ -290,11 +309,11 @@ class _Attempt:
                 self.left[size] += len(units)
 
     def run(self, need: dict[int, int], recheck: bool) -> Selected | NotSelected:
-        """Take the minimum of every environment in ``need``, then fill up the batch."""
+        """Take the minimum of every environment in ``need``, then fill the batch."""
         for env_id in need:
             if env_id not in self.lanes:
                 return NotSelected(f"min_unmet:{env_id}")
-        need = self._scaled(need)
+        need = self._scale_needs(need)
         later = sum(need.values())
         for env_id, wanted in need.items():
             later -= wanted
@@ -303,9 +322,9 @@ class _Attempt:
         short = next((env_id for env_id, wanted in need.items() if self.taken.get(env_id, 0) < wanted), None)
         if short is not None and recheck:
             return NotSelected(f"min_unmet:{short}")
-        return NotSelected("no_complete_packs") if self.room else delivered(self.chosen, self.ledger)
+        return NotSelected("no_complete_packs") if self.room else build_selection(self.chosen, self.ledger)
 
-    def _scaled(self, need: dict[int, int]) -> dict[int, int]:
+    def _scale_needs(self, need: dict[int, int]) -> dict[int, int]:
         total = sum(need.values())
         if total <= self.batch_size:
             return need
@@ -314,15 +333,15 @@ class _Attempt:
         }
 
     def _take_minimum(self, env_id: int, wanted: int, later: int) -> None:
-        """Choose the oldest units of one environment until it has its minimum; ``later`` sequences stay free for the
-        others."""
+        """Choose the oldest units of one environment until it has its minimum; ``later`` sequences
+        stay free for the others."""
         lanes = self.lanes[env_id]
         heads = [(units[0].order, size, 0) for size, units in lanes.items()]
         heapq.heapify(heads)
         used = dict.fromkeys(lanes, 0)
         while heads and self.taken.get(env_id, 0) < wanted:
             _, size, position = heapq.heappop(heads)
-            if self.room - size < later or not self._fillable(size):
+            if self.room - size < later or not self._can_fill_after(size):
                 continue
             self._choose([lanes[size][position]])
             used[size] = position + 1
@@ -332,22 +351,23 @@ class _Attempt:
             del lanes[size][:number]
 
     def _fill(self) -> None:
-        """Choose the rest of the batch by weight, from all units that can still be packed."""
+        """Choose the rest of the batch by weight from all units that can still be packed."""
         draw = FairDraw(self.ledger)
         for lanes in self.lanes.values():
             for units in lanes.values():
                 draw.offer(_single(units))
         while self.room and (drawn := draw.draw()):
             pack, source = drawn
-            if not self._fillable(pack[0].size):
+            if not self._can_fill_after(pack[0].size):
                 draw.skip(pack)
                 continue
             draw.charge(pack)
             self._choose(pack, charge=False)
             draw.offer(source)
 
-    def _fillable(self, size: int) -> bool:
-        """Return whether the units left can fill the room exactly once a unit of this size is taken."""
+    def _can_fill_after(self, size: int) -> bool:
+        """Return whether the remaining units can fill the room exactly after a unit of this size is
+        taken."""
         room = self.room - size
         if room < 0:
             return False
@@ -356,13 +376,15 @@ class _Attempt:
         smallest = min(left)
         if room % smallest == 0 and left[smallest] * smallest >= room:
             return True
-        reachable, mask = 1, (1 << (room + 1)) - 1
+        reachable = 1
+        mask = (1 << (room + 1)) - 1
         for other, number in left.items():
             step = 1
             while number > 0:
                 step = min(step, number)
                 reachable |= reachable << (other * step) & mask
-                number, step = number - step, step * 2
+                number = number - step
+                step = step * 2
         return bool(reachable >> room & 1)
 
     def _choose(self, pack: Pack, charge: bool = True) -> None:
@@ -380,30 +402,34 @@ def _single(units: Sequence[Unit]) -> Iterator[Pack]:
 
 
 def select_strict(index: QueueIndex, batch_size: int, fair: FairShare) -> Selected | NotSelected:
-    """Select groups of packs of any environments until their sizes sum to the batch; if they overshoot, there is no
-    batch. With no shares in ``fair`` that is the order of arrival."""
+    """Select groups of packs of any environments until their sizes sum to the batch; no batch if
+    they overshoot. Without shares in ``fair`` the order of arrival counts."""
     if index.sequences < batch_size:
         return NotSelected("not_enough_sequences" if index.groups else "empty")
-    largest, by_size = index.max_group_size(), {}
+    largest = index.max_group_size()
+    by_size = {}
     for (_, size), lane in index.lanes.items():
         if size and largest % size == 0:
             by_size.setdefault(size, []).append(lane)
-    sources = [chunks(_merged(lanes), largest // size) for size, lanes in by_size.items()]
-    ledger, chosen, room = Ledger(fair), [], batch_size
-    for unit in (unit for pack in _draws(sources, ledger, arrival=not fair.shares) for unit in pack):
+    sources = [chunks(_merge_lanes(lanes), largest // size) for size, lanes in by_size.items()]
+    ledger = Ledger(fair)
+    chosen = []
+    room = batch_size
+    for unit in (unit for pack in _draw_packs(sources, ledger, arrival=not fair.shares) for unit in pack):
         chosen.append(unit)
         room -= unit.size
         if room <= 0:
             break
-    return NotSelected("no_complete_packs") if room else _batch(chosen, ledger)
+    return NotSelected("no_complete_packs") if room else _select_units(chosen, ledger)
 
 
 def select_strict_with_minimums(
     index: QueueIndex, batch_size: int, fair: FairShare, minimums: Minimums, *, recheck: bool = False
 ) -> Selected | NotSelected:
-    """Select the minimums from complete packs of each environment, then the queue in order. Groups without an
-    environment are not packed."""
-    largest, need = index.max_group_size(), needs(batch_size, minimums, "floor")
+    """Select the minimums from complete packs of each environment, then the queue in order. Groups
+    without an environment are not packed."""
+    largest = index.max_group_size()
+    need = compute_needs(batch_size, minimums, "floor")
     lanes = {
         key: lane
         for key, lane in index.lanes.items()
@@ -418,26 +444,29 @@ def select_strict_with_minimums(
             env_id: max(min(size for env, size in lanes if env == env_id), wanted * batch_size // total)
             for env_id, wanted in need.items()
         }
-    ledger, room = Ledger(fair), batch_size
+    ledger = Ledger(fair)
+    room = batch_size
     chosen: list[Unit] = []
     for env_id, wanted in need.items():
         own = [
-            chunks(_complete(lane, largest // size), largest // size)
+            chunks(_complete_part(lane, largest // size), largest // size)
             for (env, size), lane in lanes.items()
             if env == env_id
         ]
-        first, got = len(chosen), 0
+        first = len(chosen)
+        got = 0
         for unit in (unit for pack in _by_completion(own) for unit in pack):
             if got >= wanted or not room:
                 break
             if unit.size <= room:
                 chosen.append(unit)
-                got, room = got + unit.size, room - unit.size
+                got = got + unit.size
+                room = room - unit.size
         if recheck and sum(unit.size for unit in chosen[first:]) < wanted:
             return NotSelected(f"min_unmet:{env_id}")
     taken = {unit.order for unit in chosen}
     rest = heapq.merge(
-        *(islice(_complete(lane, largest // size), 2 * batch_size // size) for (_, size), lane in lanes.items()),
+        *(islice(_complete_part(lane, largest // size), 2 * batch_size // size) for (_, size), lane in lanes.items()),
         key=_order,
     )
     for unit in (unit for unit in rest if unit.order not in taken):
@@ -448,18 +477,18 @@ def select_strict_with_minimums(
             room -= unit.size
     for unit in chosen:
         ledger.charge(unit.env_id, unit.size)
-    return NotSelected("no_complete_packs") if room else _batch(chosen, ledger)
+    return NotSelected("no_complete_packs") if room else _select_units(chosen, ledger)
 
 
 def _order(unit: Unit) -> int:
     return unit.order
 
 
-def _merged(lanes: list[Lane]) -> Iterator[Unit]:
+def _merge_lanes(lanes: list[Lane]) -> Iterator[Unit]:
     return heapq.merge(*lanes, key=_order)
 
 
-def _complete(lane: Lane, length: int) -> Iterator[Unit]:
+def _complete_part(lane: Lane, length: int) -> Iterator[Unit]:
     return islice(lane, len(lane) - len(lane) % length)
 
 
@@ -467,8 +496,8 @@ def _by_completion(sources: list[Iterator[Pack]]) -> Iterator[Pack]:
     return heapq.merge(*sources, key=lambda pack: pack[-1].order)
 
 
-def _draws(sources: list[Iterator[Pack]], ledger: Ledger, arrival: bool) -> Iterator[Pack]:
-    """Yield packs in the order of completion, or by weight where that row of the strict switch was set alone."""
+def _draw_packs(sources: list[Iterator[Pack]], ledger: Ledger, arrival: bool) -> Iterator[Pack]:
+    """Yield packs in the order of completion, or by weight if that row of the strict switch is off."""
     if arrival:
         for pack in _by_completion(sources):
             for unit in pack:
@@ -484,27 +513,30 @@ def _draws(sources: list[Iterator[Pack]], ledger: Ledger, arrival: bool) -> Iter
         yield pack
 
 
-def _batch(units: Iterable[Unit], ledger: Ledger) -> Selected:
+def _select_units(units: Iterable[Unit], ledger: Ledger) -> Selected:
     return Selected([member for unit in units for member in unit.members], ledger)
 
 
 Group = Mapping[str, Any]
 _NO_PAYLOAD = Payload(b"", 0, Encoding.JSON, 0, 0)
+"""Placeholder payload for ``select_batch``."""
 
 
 def select_batch(
     groups: Sequence[Group], batch_size: int, envs: Sequence[Mapping[str, Any]] = (), *, strict: bool = False
 ) -> tuple[list[Group] | None, list[Group], str]:
-    """Return the next batch of a queue (oldest first) or None, what remains of the queue, and why there is no batch.
+    """Return (next batch or None, rest of the queue, reason for no batch) for a queue, oldest
+    first.
 
-    A group is a mapping with a list of ``tokens`` and, where it has one, an ``env_id``; an environment has
-    ``registered_id``, and may have ``connected``, ``weight`` and ``min_batch_allocation``. Groups of a size that can
-    never be served stay where they are. ``strict``: the original's packing rule.
+    A group is a mapping with a list of ``tokens`` and optionally an ``env_id``; an environment has
+    ``registered_id`` and optionally ``connected``, ``weight`` and ``min_batch_allocation``. Groups
+    of a size that can never be served stay in the queue. ``strict``: use the original's packing
+    rule.
     """
     index = QueueIndex()
     for order, group in enumerate(groups):
         size = len(group["tokens"])
-        if unservable(size, batch_size, strict) is None:
+        if find_size_problem(size, batch_size, strict) is None:
             index.add(GroupRecord(order, order, Place.QUEUE, group.get("env_id"), size, _NO_PAYLOAD, 0, 0.0))
     if batch_size < 1:
         return None, list(groups), "batch_size_not_positive"
@@ -528,7 +560,8 @@ def select_batch(
 
 
 def _fair_share(envs: Sequence[Mapping[str, Any]], strict: bool) -> FairShare:
-    """Set shares by weight with nothing served so far; in strict mode the order of arrival alone counts."""
+    """Return shares by weight with nothing served so far; in strict mode only the order of arrival
+    counts."""
     if strict:
         return FairShare({}, {}, 0.0, float("inf"))
     weights: dict[int | None, float] = {env["registered_id"]: max(0.0, env.get("weight", 1.0)) for env in envs}

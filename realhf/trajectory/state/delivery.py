@@ -1,4 +1,4 @@
-"""Forms batches and delivers them to trainers: leases, acknowledgements, redelivery.
+"""Delivery of batches to trainers: forming, leases, acknowledgements, redelivery.
 
 Source: docs/reference/trajectory.md 2.8, 3.1, 3.3, 3.4, 3.6, 3.9, 3.10.
 """
@@ -31,59 +31,70 @@ from realhf.trajectory.state.server_state import TrajectoryState
 
 @dataclass(frozen=True)
 class PullRequest:
-    """Describes a pull. ``identity`` of the trainer (``anonymous``: its peer address); ``ack``: a lease to acknowledge
-    first; ``explicit``: only explicit acks end the new lease."""
+    """A pull of a trainer."""
 
     identity: str
+    """Name of the trainer; if ``anonymous``, its peer address."""
     anonymous: bool = True
+    """Whether the trainer sent no name."""
     ack: str | None = None
+    """Lease to acknowledge first."""
     explicit: bool = False
+    """Whether only explicit acks end the new lease."""
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Holds a batch in the puller's hands, durable before anyone receives it."""
+class LeasedBatch:
+    """A leased batch; it is durable before it is sent."""
 
     lease_id: str
+    """Id of the lease."""
     step: int
+    """Step of the batch."""
     groups: list[GroupRecord]
+    """Groups in the order of delivery."""
     attempt: int
+    """Number of previous deliveries."""
     epoch: int
+    """Epoch of the run."""
 
     @property
     def redelivered(self) -> bool:
-        """Return whether it was handed out before."""
+        """Whether it was delivered before."""
         return self.attempt > 0
 
     @property
     def versions(self) -> tuple[int, int]:
-        """Return the oldest and newest policy version in the batch."""
+        """Oldest and newest policy version in the batch."""
         versions = [group.policy_version for group in self.groups]
         return min(versions), max(versions)
 
 
 @dataclass(frozen=True)
 class NoBatch:
-    """Says why there is no batch: a value of ``X-Batch-Reason``. ``holding``: the trainer has another batch under its
-    present name, which only a pull under that name acknowledges."""
+    """There is no batch."""
 
     reason: str
+    """A value of ``X-Batch-Reason``."""
     unregistered: bool = False
+    """Whether no trainer is registered."""
     holding: bool = False
+    """Whether the trainer holds another batch under its current name, which only a pull under that
+    name acknowledges."""
 
 
-def pull(state: TrajectoryState, now: float, request: PullRequest) -> Batch | NoBatch:
-    """Form the next batch for a trainer, and acknowledge the batches sent to it earlier. Raises Refusal 404 or 409 for
-    an ``ack`` that does not hold."""
+def pull(state: TrajectoryState, now: float, request: PullRequest) -> LeasedBatch | NoBatch:
+    """Form the next batch for a trainer, and acknowledge the batches sent to it earlier. Raises
+    Refusal 404 or 409 for an invalid ``ack``."""
     if not state.run.registered:
         return NoBatch("unregistered", unregistered=True)
     if request.ack is not None:
         ack(state, now, request.ack)
     if not state.run.started:
         state.put_run(msgspec.structs.replace(state.run, started=True))
-    for lease in [lease for lease in state.leases.values() if _pull_acks(lease, request.identity)]:
+    for lease in [lease for lease in state.leases.values() if _is_acked_by_pull(lease, request.identity)]:
         close_lease(state, now, lease, "acked")
-    waiting = next(_redeliverable(state, now, request), None)
+    waiting = next(_find_redeliverable(state, now, request), None)
     if waiting is not None:
         return _redeliver(state, now, waiting, request)
     formed = form(state, now)
@@ -91,41 +102,43 @@ def pull(state: TrajectoryState, now: float, request: PullRequest) -> Batch | No
         state.counters[f"null:{formed.reason.partition(':')[0]}"] += 1
         holding = any(lease.owner == request.identity and lease.mode == "implicit" for lease in state.leases.values())
         return NoBatch(formed.reason, holding=holding)
-    return _lease(state, now, formed, request)
+    return _lease_groups(state, now, formed, request)
 
 
-def mark_sent(state: TrajectoryState, now: float, batch: Batch) -> None:
-    """Record that the whole response went out on a live connection."""
-    lease = _present(state, batch)
+def mark_sent(state: TrajectoryState, now: float, batch: LeasedBatch) -> None:
+    """Record that the whole response was sent on a live connection."""
+    lease = _current_lease(state, batch)
     if lease is None:
         return
     if lease.mode in ("on_sent", "at_most_once"):
         close_lease(state, now, lease, "acked")
         return
-    _update(state, lease, sent=True, expires_at=now + state.options.lease_timeout_s)
+    _update_lease(state, lease, sent=True, expires_at=now + state.options.lease_timeout_s)
 
 
-def mark_lost(state: TrajectoryState, now: float, batch: Batch) -> None:
-    """Return a batch to the head of the queue, because the client went away before the response was out."""
-    lease = _present(state, batch)
+def mark_lost(state: TrajectoryState, now: float, batch: LeasedBatch) -> None:
+    """Return a batch to the head of the queue, because the client disconnected before the response
+    was sent."""
+    lease = _current_lease(state, batch)
     if lease is None:
         return
     if lease.mode == "at_most_once":
         close_lease(state, now, lease, "acked")
         return
     state.counters["responses_lost"] += 1
-    _update(state, lease, returned=True)
+    _update_lease(state, lease, returned=True)
 
 
-def _present(state: TrajectoryState, batch: Batch) -> LeaseRecord | None:
-    """Return the lease of a response that has just ended, if this is still its last attempt."""
+def _current_lease(state: TrajectoryState, batch: LeasedBatch) -> LeaseRecord | None:
+    """Return the lease of a response that just ended, if that was its last attempt."""
     lease = state.leases.get(batch.lease_id)
     return None if lease is None or lease.returned or lease.attempt != batch.attempt else lease
 
 
-def give_up_lost(state: TrajectoryState, now: float, batch: Batch, lost: frozenset[PayloadRef]) -> None:
-    """Put groups of a batch whose payloads are damaged into quarantine, and the others back into the queue, so that the
-    damaged ones do not hold up anyone for ever. A step that nobody got is taken back."""
+def isolate_lost(state: TrajectoryState, now: float, batch: LeasedBatch, lost: frozenset[PayloadRef]) -> None:
+    """Quarantine the groups of a batch whose payloads are damaged and put the others back into the
+    queue, so that damaged groups do not block delivery. A step that was never delivered is taken
+    back."""
     lease = state.leases.get(batch.lease_id)
     if lease is None:
         return
@@ -143,8 +156,8 @@ def give_up_lost(state: TrajectoryState, now: float, batch: Batch, lost: frozens
 
 
 def ack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
-    """Delete the groups of a lease for good; repeating it does no harm. Raises Refusal 404 (unknown) or 409
-    (redelivered to another trainer meanwhile)."""
+    """Delete the groups of a lease permanently; idempotent. Raises Refusal 404 (unknown) or 409
+    (since redelivered to another trainer)."""
     lease = state.leases.get(lease_id)
     if lease is not None:
         close_lease(state, now, lease, "acked")
@@ -154,23 +167,24 @@ def ack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
 
 
 def nack(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
-    """Give a batch back at once. Raises Refusal 404 or 409 (already acknowledged, or redelivered)."""
-    lease = _held(state, lease_id)
+    """Return a batch immediately. Raises Refusal 404 or 409 (already acknowledged, or redelivered)."""
+    lease = _find_lease(state, lease_id)
     state.counters["nacked"] += 1
-    _update(state, lease, returned=True)
+    _update_lease(state, lease, returned=True)
     return {"status": "success", "lease_id": lease_id}
 
 
 def renew(state: TrajectoryState, now: float, lease_id: str) -> dict[str, Any]:
-    """Hold a batch for another lease timeout; who renews it has received it. Raises Refusal 404 or 409."""
-    lease = _held(state, lease_id)
+    """Extend a lease by another lease timeout; a trainer that renews has received the batch. Raises
+    Refusal 404 or 409."""
+    lease = _find_lease(state, lease_id)
     if lease.returned:
         raise Refusal(409, f"lease {lease_id} was given back")
-    lease = _update(state, lease, sent=True, expires_at=now + state.options.lease_timeout_s)
+    lease = _update_lease(state, lease, sent=True, expires_at=now + state.options.lease_timeout_s)
     return {"status": "success", "lease_id": lease_id, "expires_in_s": lease.expires_at - now}
 
 
-def _held(state: TrajectoryState, lease_id: str) -> LeaseRecord:
+def _find_lease(state: TrajectoryState, lease_id: str) -> LeaseRecord:
     lease = state.leases.get(lease_id)
     if lease is None:
         _check_closed(state, lease_id, "")
@@ -187,12 +201,13 @@ def _check_closed(state: TrajectoryState, lease_id: str, expected: str) -> None:
         raise Refusal(409, f"lease {lease_id} {said}")
 
 
-def _pull_acks(lease: LeaseRecord, identity: str) -> bool:
+def _is_acked_by_pull(lease: LeaseRecord, identity: str) -> bool:
     return lease.owner == identity and lease.sent and not lease.returned and lease.mode == "implicit"
 
 
-def _redeliverable(state: TrajectoryState, now: float, request: PullRequest) -> Iterator[LeaseRecord]:
-    """Yield leases that this puller must get before anything new: its own unsent one, given back ones, expired ones."""
+def _find_redeliverable(state: TrajectoryState, now: float, request: PullRequest) -> Iterator[LeaseRecord]:
+    """Yield leases that this trainer must get before a new batch: its own unsent one, returned
+    ones, expired ones."""
     leases = sorted(
         (lease for lease in state.leases.values() if lease.mode != "at_most_once"), key=lambda lease: lease.step
     )
@@ -204,8 +219,8 @@ def _redeliverable(state: TrajectoryState, now: float, request: PullRequest) -> 
             yield lease
 
 
-def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: PullRequest) -> Batch:
-    """Deliver the same groups and step again; another identity gets a lease of its own, and the old one is
+def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: PullRequest) -> LeasedBatch:
+    """Deliver the same groups and step again. Another identity gets a new lease, and the old one is
     superseded."""
     state.counters["redelivered"] += 1
     lease_id = lease.lease_id
@@ -217,7 +232,7 @@ def _redeliver(state: TrajectoryState, now: float, lease: LeaseRecord, request: 
     return _hand_out(state, now, request, lease_id, lease.step, groups, lease.attempt + 1)
 
 
-def _lease(state: TrajectoryState, now: float, groups: list[GroupRecord], request: PullRequest) -> Batch:
+def _lease_groups(state: TrajectoryState, now: float, groups: list[GroupRecord], request: PullRequest) -> LeasedBatch:
     taken = [msgspec.structs.replace(group, place=Place.LEASED, bundle=None, reason="") for group in groups]
     for group in taken:
         state.put("groups", group.id, group)
@@ -235,16 +250,17 @@ def _hand_out(
     step: int,
     groups: list[GroupRecord],
     attempt: int,
-) -> Batch:
+) -> LeasedBatch:
     """Record the lease of a batch until it is sent."""
-    ids, expires_at = tuple(group.id for group in groups), now + state.options.send_timeout_s
-    mode = _mode(state, request)
+    ids = tuple(group.id for group in groups)
+    expires_at = now + state.options.send_timeout_s
+    mode = _lease_mode(state, request)
     lease = LeaseRecord(lease_id, request.identity, step, ids, now, expires_at, mode=mode, attempt=attempt)
     state.put("leases", lease_id, lease)
-    return Batch(lease_id, step, groups, attempt, state.run.epoch)
+    return LeasedBatch(lease_id, step, groups, attempt, state.run.epoch)
 
 
-def _mode(state: TrajectoryState, request: PullRequest) -> str:
+def _lease_mode(state: TrajectoryState, request: PullRequest) -> str:
     if state.options.delivery == "at_most_once":
         return "at_most_once"
     if request.anonymous and state.options.is_strict("lease_anonymous"):
@@ -252,14 +268,14 @@ def _mode(state: TrajectoryState, request: PullRequest) -> str:
     return "explicit" if request.explicit else "implicit"
 
 
-def _update(state: TrajectoryState, lease: LeaseRecord, **changed: Any) -> LeaseRecord:
+def _update_lease(state: TrajectoryState, lease: LeaseRecord, **changed: Any) -> LeaseRecord:
     lease = msgspec.structs.replace(lease, **changed)
     state.put("leases", lease.lease_id, lease)
     return lease
 
 
 def close_lease(state: TrajectoryState, now: float, lease: LeaseRecord, outcome: str) -> None:
-    """End a lease and delete its groups for good."""
+    """End a lease and delete its groups permanently."""
     state.delete("leases", lease.lease_id)
     for key in lease.groups:
         state.delete("groups", key)
@@ -268,15 +284,15 @@ def close_lease(state: TrajectoryState, now: float, lease: LeaseRecord, outcome:
 
 
 STALE_PER_BATCH = 250
-"""Number of stale groups set aside in one go, so that no pull takes long."""
+"""Most stale groups moved per pull, so that no pull takes long."""
 
 
 def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
-    """Return the groups of the next batch in the order of delivery and charge their environments; the queue still holds
-    the groups."""
+    """Return the groups of the next batch in the order of delivery and charge their environments.
+    The groups are still in the queue."""
     if state.run.batch_size < 1:
         return NotSelected("batch_size_not_positive")
-    if _set_stale_aside(state):
+    if _move_stale(state):
         return NotSelected("staleness")
     if not state.queue.groups and not state.stale:
         return NotSelected("empty")
@@ -289,12 +305,12 @@ def form(state: TrajectoryState, now: float) -> list[GroupRecord] | NotSelected:
     return selected
 
 
-def _set_stale_aside(state: TrajectoryState) -> bool:
-    """Take groups beyond the bound out of the queue, or put them at its end; return True while there are more of
-    them."""
+def _move_stale(state: TrajectoryState) -> bool:
+    """Remove groups beyond the staleness bound from the queue, or move them to its end; return
+    whether there are more."""
     stale, more = state.take_stale(STALE_PER_BATCH)
     for group in stale:
-        _release(state, state.queue.companions(group))
+        _unbundle(state, state.queue.companions(group))
         if state.options.stale_policy == "quarantine":
             isolate(state, group, "too_stale")
         else:
@@ -306,8 +322,8 @@ def _set_stale_aside(state: TrajectoryState) -> bool:
     return more
 
 
-def _release(state: TrajectoryState, members: list[GroupRecord]) -> None:
-    """Release the other members of a set that lost one: each of them counts alone now."""
+def _unbundle(state: TrajectoryState, members: list[GroupRecord]) -> None:
+    """Dissolve a bundle that lost a member: each remaining member counts alone."""
     for member in members:
         alone = msgspec.structs.replace(member, bundle=None, order=state.next_order())
         reason = unservable_reason(state, member.size)
@@ -318,7 +334,9 @@ def _release(state: TrajectoryState, members: list[GroupRecord]) -> None:
 
 
 def _select(state: TrajectoryState, index: QueueIndex, now: float) -> Selected | NotSelected:
-    options, batch_size, fair = state.options, state.run.batch_size, _fair_share(state, now)
+    options = state.options
+    batch_size = state.run.batch_size
+    fair = _fair_share(state, now)
     minimums = [
         (env.env_id, max(0.0, min(env.min_batch_allocation, 1e12)))
         for env in state.envs.values()
@@ -347,7 +365,7 @@ def _fair_share(state: TrajectoryState, now: float) -> FairShare:
 
 
 def _charge(state: TrajectoryState, selected: Selected) -> None:
-    """Advance the virtual times and count what was served."""
+    """Advance the virtual times and count the served sequences."""
     for env_id, served in selected.ledger.served.items():
         env = None if env_id is None else state.envs.get(env_id)
         if env is not None:

@@ -1,8 +1,8 @@
-"""Runs commands on the state in rounds, and answers only after the round's commit.
+"""Command engine: runs commands on the state in rounds, and answers only after the round's commit.
 
-A command is ``fn(state, now, *args)``. While one round is being committed the next one gathers, so pushes are committed
-in groups without a timer. Shared stores are locked for the length of a round. Source: docs/reference/trajectory.md
-3.11.
+A command is ``fn(state, now, *args)``. Commands that arrive while one round is being committed form
+the next round, so pushes are committed in groups without a timer. A shared store is locked for the
+duration of a round. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -24,26 +24,34 @@ from realhf.trajectory.store.base import OutcomeUnknown, Snapshot, StateLost, St
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSE_AFTER_FAILURE_S = 0.5
-"""How long commands are refused at once after a round failed."""
+"""Seconds for which commands are refused immediately after a round failed."""
 PAUSE_AFTER_FAILED_COMPACTION_S = 60.0
-"""How long compaction rests after a failure, which refuses the requests of the same round."""
+"""Seconds without compaction after it failed, since a failure also refuses the requests of the same
+round."""
 ATTEMPTS = 5
-"""How often a round is begun anew when another instance took the write lock away."""
+"""Attempts of a round when another instance takes the write lock away."""
 CLOSE_DEADLINE_S = 15.0
-"""How long a stopping server waits for a store that does not answer."""
+"""Seconds that a stopping server waits for a store that does not answer."""
 
 
 @dataclass
-class _Waiting:
+class _PendingCommand:
+    """A command that has not been answered yet."""
+
     command: Callable[..., Any]
+    """Function of (state, now, *args)."""
     args: tuple[Any, ...]
+    """Its further arguments."""
     changes_state: bool
+    """Whether it may change the state."""
     repeated: bool = False
+    """Whether it is repeated until its changes are durable."""
     answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Future of its result."""
 
 
 class SteadyClock:
-    """Tells the time in seconds since 1970, and goes on evenly where the machine's clock is set."""
+    """Clock in seconds since 1970 that does not jump when the system clock is set."""
 
     def __init__(self) -> None:
         self._offset = time.time() - process_clock.now()
@@ -52,46 +60,47 @@ class SteadyClock:
         """Return the time."""
         return process_clock.now() + self._offset
 
-    def go_on_from(self, last: float) -> None:
-        """Be no earlier than what was recorded before the start."""
+    def continue_from(self, last: float) -> None:
+        """Never return less than ``last``, the newest recorded time."""
         self._offset = max(self._offset, last - process_clock.now())
 
 
 class Engine:
-    """Runs one state over one store. ``write`` and ``read`` are called from the event loop that called ``open``."""
+    """Runs one state on one store. ``write`` and ``read`` must be called on the event loop that
+    called ``open``."""
 
     def __init__(self, store: Store, options: StateOptions, *, tidy_every_s: float = 2.0) -> None:
         self.store = store
         self.state = TrajectoryState(options)
         self.epoch = self.state.run.epoch
-        """Epoch that is kept; the state may show a later one while a round is being committed."""
+        """Committed epoch; the state may already have a later one while a round is being committed."""
         self._clock = SteadyClock()
         self._tidy_every_s = tidy_every_s
-        self._waiting: list[_Waiting] = []
-        self._again: list[_Waiting] = []
-        """Commands without a request, to be repeated before all others because the store failed."""
+        self._waiting: list[_PendingCommand] = []
+        self._repeat: list[_PendingCommand] = []
+        """Commands of a failed round that are repeated before all others."""
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
-        self._readers: list[_Waiting] = []
-        """Who wants to read while a round is being committed."""
+        self._readers: list[_PendingCommand] = []
+        """Reads that arrived while a round is being committed."""
         self._committing = False
         self._failure: tuple[float, StoreFailure] | None = None
         self._must_reload = False
-        self._outlived: int | None = None
-        """Epoch that the medium forgot; the next round begins a later one."""
+        self._lost_epoch: int | None = None
+        """Epoch that the store lost; the next round starts a later one."""
 
     async def open(self) -> None:
-        """Restore what the store holds. Raises StoreFailure."""
-        self._take(await self.store.open())
-        self._clock.go_on_from(self.state.newest_time())
+        """Restore the state from the store. Raises StoreFailure."""
+        self._load_snapshot(await self.store.open())
+        self._clock.continue_from(self.state.newest_time())
         self._tasks.append(asyncio.create_task(self._run_rounds(), name="trajectory-rounds"))
         if not self.store.shared:
             await self.write(maintenance.restart)
-        self._tasks.append(asyncio.create_task(self._tidy(), name="trajectory-tidy"))
+        self._tasks.append(asyncio.create_task(self._run_housekeeping(), name="trajectory-tidy"))
 
     async def close(self) -> None:
-        """Finish the commands that wait, then close the store. A store that hangs is abandoned after
+        """Finish the waiting commands, then close the store. A store that hangs is abandoned after
         ``CLOSE_DEADLINE_S``."""
         self._closing = True
         self._wake.set()
@@ -114,29 +123,30 @@ class Engine:
             logger.error("%s did not close in %.0f s and is given up", self.store.name, CLOSE_DEADLINE_S)
 
     async def write(self, command: Callable[..., T], *args: Any) -> T:
-        """Run ``command(state, now, *args)`` and return its result once its changes are durable. Raises what the
-        command raises, StoreFailure when nothing could be kept, and OutcomeUnknown when it is unknown whether anything
-        was."""
+        """Run ``command(state, now, *args)`` and return its result once its changes are durable.
+        Raises the command's errors, StoreFailure when nothing was kept, and OutcomeUnknown when it
+        is unknown whether anything was kept."""
         return await self._submit(command, args, True)
 
     async def read(self, command: Callable[..., T], *args: Any) -> T:
-        """Return the result of a command that changes nothing; it sees what is kept, and no round that may still
-        fail."""
+        """Return the result of a read-only command. It sees committed changes only, never a round
+        that may still fail."""
         if self.store.shared:
             return await self._submit(command, args, False)
         return await self.peek(command, *args)
 
     async def peek(self, command: Callable[..., T], *args: Any) -> T:
-        """Do the same with what this server knows to be kept, also while a shared store does not answer."""
+        """Like ``read``, but with the committed changes that this server knows, even while a shared
+        store does not answer."""
         if self._committing:
-            waiting = _Waiting(command, args, False)
+            waiting = _PendingCommand(command, args, False)
             self._readers.append(waiting)
             return await waiting.answer
         return command(self.state, self._now(), *args)
 
-    def write_surely(self, command: Callable[..., Any], *args: Any) -> None:
-        """Run a command that no request waits for, and repeat it until its changes are kept."""
-        waiting = _Waiting(command, args, True, repeated=True)
+    def write_until_kept(self, command: Callable[..., Any], *args: Any) -> None:
+        """Run a command without waiting for it, and repeat it until its changes are durable."""
+        waiting = _PendingCommand(command, args, True, repeated=True)
         waiting.answer.add_done_callback(_log_failure)
         self._waiting.append(waiting)
         self._wake.set()
@@ -146,7 +156,7 @@ class Engine:
             raise StoreFailure("the server is stopping")
         if self._failure and process_clock.now() < self._failure[0]:
             raise self._failure[1]
-        waiting = _Waiting(command, args, changes_state)
+        waiting = _PendingCommand(command, args, changes_state)
         self._waiting.append(waiting)
         self._wake.set()
         return await waiting.answer
@@ -155,15 +165,17 @@ class Engine:
         while self._waiting or not self._closing:
             if not self._waiting:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), PAUSE_AFTER_FAILURE_S if self._again else None)
+                    await asyncio.wait_for(self._wake.wait(), PAUSE_AFTER_FAILURE_S if self._repeat else None)
             self._wake.clear()
-            batch, self._waiting, self._again = [*self._again, *self._waiting], [], []
+            batch = [*self._repeat, *self._waiting]
+            self._waiting = []
+            self._repeat = []
             if batch:
                 await self._round(batch)
-        if self._again:
-            await self._round(self._again)
+        if self._repeat:
+            await self._round(self._repeat)
 
-    async def _round(self, batch: Sequence[_Waiting]) -> None:
+    async def _round(self, batch: Sequence[_PendingCommand]) -> None:
         try:
             for attempt in range(ATTEMPTS):
                 try:
@@ -178,7 +190,7 @@ class Engine:
         except StoreFailure as error:
             self._failure = (process_clock.now() + PAUSE_AFTER_FAILURE_S, error)
             self._undo_round(certain=not isinstance(error, OutcomeUnknown))
-            self._again = [waiting for waiting in batch if waiting.repeated]
+            self._repeat = [waiting for waiting in batch if waiting.repeated]
             batch = [waiting for waiting in batch if not waiting.repeated]
             kept = "it is not known what" if isinstance(error, OutcomeUnknown) else "nothing"
             logger.error("%s of %d requests was kept: %s", kept, len(batch), error)
@@ -188,21 +200,24 @@ class Engine:
             self._undo_round(certain=True)
             results = [error] * len(batch)
         except asyncio.CancelledError:
-            waiting, self._committing = [*batch, *self._readers], False
+            waiting = [*batch, *self._readers]
+            self._committing = False
             self._answer(waiting, [StoreFailure("the server is stopping")] * len(waiting))
             raise
-        self._committing, readers, self._readers = False, self._readers, []
+        self._committing = False
+        readers = self._readers
+        self._readers = []
         self._answer(batch, results)
         self._answer(readers, self._execute(readers, {}) if readers else [])
 
     def _undo_round(self, *, certain: bool) -> None:
-        """Bring the state back to what is kept. Where others may have written meanwhile, or it is not ``certain`` that
-        nothing was kept, that is what the store says."""
+        """Restore the committed state. If other instances may have written since, or it is not
+        ``certain`` that nothing was kept, the next round reloads it from the store."""
         self.state.undo()
         if self.store.shared or not certain:
             self._must_reload = True
 
-    def _answer(self, batch: Sequence[_Waiting], results: Sequence[Any]) -> None:
+    def _answer(self, batch: Sequence[_PendingCommand], results: Sequence[Any]) -> None:
         for waiting, result in zip(batch, results, strict=True):
             if waiting.answer.done():
                 continue
@@ -211,16 +226,16 @@ class Engine:
             else:
                 waiting.answer.set_result(result)
 
-    async def _commit_round(self, batch: Sequence[_Waiting]) -> list[Any]:
-        """Run one round and return its results (or the exceptions that commands raised), durable."""
+    async def _commit_round(self, batch: Sequence[_PendingCommand]) -> list[Any]:
+        """Run one round and return the durable results (or the exceptions that commands raised)."""
         if self._must_reload:
             await self._reload()
-        changing = self._outlived is not None or any(waiting.changes_state for waiting in batch)
+        changing = self._lost_epoch is not None or any(waiting.changes_state for waiting in batch)
         if self.store.shared:
             others = await (self.store.begin() if changing else self.store.follow())
             for changes in others:
                 self.state.follow(changes)
-        results = self._execute_whole(batch)
+        results = self._execute_isolated(batch)
         changes = self.state.take_changes()
         if changes:
             self._committing = True
@@ -229,16 +244,17 @@ class Engine:
             await self.store.abandon()
         self.state.settle()
         self.epoch = self.state.run.epoch
-        self._outlived = None
+        self._lost_epoch = None
         return results
 
     async def _reload(self) -> None:
-        self._take(await self.store.reload())
+        self._load_snapshot(await self.store.reload())
         self._must_reload = False
 
-    def _take(self, snapshot: Snapshot) -> None:
-        """Load what the medium holds; if it forgot something, begin a new epoch so that clients can notice."""
-        known = max(self.state.run.epoch, self._outlived or 0)
+    def _load_snapshot(self, snapshot: Snapshot) -> None:
+        """Load a snapshot. If the store lost committed data, start a new epoch so that clients
+        notice."""
+        known = max(self.state.run.epoch, self._lost_epoch or 0)
         self.state.load(snapshot)
         self.epoch = self.state.run.epoch
         if loss := self.store.take_loss():
@@ -250,15 +266,15 @@ class Engine:
                 known,
             )
             self.state.counters["store_losses"] += 1
-            self._outlived = known
+            self._lost_epoch = known
 
-    def _execute_whole(self, batch: Sequence[_Waiting]) -> list[Any]:
-        """Return the results of the commands. A command that fails in the middle by a fault of its own leaves no
-        half-made changes behind: all are undone, and the others are run without it."""
+    def _execute_isolated(self, batch: Sequence[_PendingCommand]) -> list[Any]:
+        """Return the results of the commands. A command that fails unexpectedly must not leave
+        partial changes behind: all changes are undone, and the others run again without it."""
         failed: dict[int, Exception] = {}
         while True:
-            if self._outlived is not None:
-                registry.outlive_epoch(self.state, self._now(), self._outlived)
+            if self._lost_epoch is not None:
+                registry.start_epoch_after(self.state, self._now(), self._lost_epoch)
             results = self._execute(batch, failed)
             unexpected = {
                 index: result
@@ -271,8 +287,9 @@ class Engine:
             failed |= new
             self.state.undo()
 
-    def _execute(self, batch: Sequence[_Waiting], failed: Mapping[int, Exception]) -> list[Any]:
-        now, results = self._now(), []
+    def _execute(self, batch: Sequence[_PendingCommand], failed: Mapping[int, Exception]) -> list[Any]:
+        now = self._now()
+        results = []
         for index, waiting in enumerate(batch):
             try:
                 known = failed.get(index)
@@ -285,12 +302,12 @@ class Engine:
         shared = self.store.now()
         return self._clock() if shared is None else shared
 
-    async def _tidy(self) -> None:
+    async def _run_housekeeping(self) -> None:
         compact_from = 0.0
         while True:
             await asyncio.sleep(self._tidy_every_s)
             try:
-                while await self.read(maintenance.due):
+                while await self.read(maintenance.is_due):
                     await self.write(maintenance.tidy)
                 if process_clock.now() >= compact_from:
                     compact_from = process_clock.now() + PAUSE_AFTER_FAILED_COMPACTION_S

@@ -1,4 +1,4 @@
-"""Keeps the state tidy: what a restart changes, what the passing of time ends, and the room of payload files.
+"""Housekeeping: effects of a restart, expiry, and compaction of payload files.
 
 Source: docs/reference/trajectory.md 3.5 (buffer expiry), 3.7, 3.10, 3.11.
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 NAMES_KEPT = 256
-"""Number of names of environments that are remembered when nobody has them any more."""
+"""Number of environment names that are kept although no environment uses them any more."""
 PER_ROUND = 1000
-"""Largest number of rows that one round of housekeeping removes."""
+"""Most rows that one round of housekeeping removes."""
 
 
 def restart(state: TrajectoryState, now: float) -> None:
-    """Adapt the state to a restart of a server that works alone: no response is on its way any more, and every
-    heartbeat clock starts anew."""
+    """Adapt the state to a restart of a server that owns its store: no response is in flight, and
+    every heartbeat clock starts over."""
     for env in list(state.envs.values()):
         state.put("envs", env.env_id, msgspec.structs.replace(env, last_seen=now))
     for lease in list(state.leases.values()):
@@ -41,14 +41,15 @@ def restart(state: TrajectoryState, now: float) -> None:
     quarantine.reconsider_queue(state)
 
 
-def due(state: TrajectoryState, now: float) -> bool:
-    """Return whether there is anything to tidy."""
-    tasks = (_expired_buffers, _old_replays, _old_leases, _ended_for_good, _gone_envs)
+def is_due(state: TrajectoryState, now: float) -> bool:
+    """Return whether there is anything to clean up."""
+    tasks = (_expired_buffers, _old_replays, _old_leases, _finished_leases, _expired_envs)
     return any(next(task(state, now), None) is not None for task in tasks)
 
 
 def tidy(state: TrajectoryState, now: float) -> None:
-    """Move leftovers of the mix buffers to quarantine; forget old answers, ended leases and environments long gone."""
+    """Move expired groups of the mix buffers to quarantine, and delete old answers, ended leases
+    and expired environments."""
     for group in list(_expired_buffers(state, now)):
         quarantine.isolate(state, group, "buffer_leftover_expired")
     for key in list(_old_replays(state, now)):
@@ -57,15 +58,16 @@ def tidy(state: TrajectoryState, now: float) -> None:
         state.delete("replays", key)
     for key in list(_old_leases(state, now)):
         state.delete("closed", key)
-    for lease in list(_ended_for_good(state, now)):
+    for lease in list(_finished_leases(state, now)):
         close_lease(state, now, lease, "acked")
-    for env_id in list(_gone_envs(state, now)):
+    for env_id in list(_expired_envs(state, now)):
         state.delete("envs", env_id)
 
 
-def _gone_envs(state: TrajectoryState, now: float) -> Iterator[int]:
-    """Yield environments that were silent too long and have nothing here. The newest one, and the newest of each of the
-    latest names, stay: numbers count on from them. Names that are older count from 0 again."""
+def _expired_envs(state: TrajectoryState, now: float) -> Iterator[int]:
+    """Yield environments that were silent too long and have no data here. The newest environment,
+    and the newest of each recent name, are kept because numbering continues from them. Older names
+    start from 0 again."""
     limit = now - state.options.env_expiry_s
     silent = [env for env in state.envs.values() if env.last_seen < limit]
     if not silent:
@@ -90,42 +92,44 @@ def _old_leases(state: TrajectoryState, now: float) -> Iterator[str]:
 
 
 def _too_old(state: TrajectoryState, now: float, rows: Mapping[str, Any], time: str) -> Iterator[str]:
-    """Yield the keys of rows that are too old or too many, the oldest first."""
-    limit, surplus = now - state.options.replay_ttl_s, len(rows) - state.options.max_replays
+    """Yield the keys of rows that are too old or too many, oldest first."""
+    limit = now - state.options.replay_ttl_s
+    surplus = len(rows) - state.options.max_replays
     for index, (key, row) in enumerate(islice(rows.items(), PER_ROUND)):
         if getattr(row, time) >= limit and index >= surplus:
             return
         yield key
 
 
-def _ended_for_good(state: TrajectoryState, now: float) -> Iterator[LeaseRecord]:
+def _finished_leases(state: TrajectoryState, now: float) -> Iterator[LeaseRecord]:
     for lease in state.leases.values():
         if lease.mode == "at_most_once" and lease.expires_at <= now:
             yield lease
 
 
 async def compact(engine: Engine) -> int:
-    """Give room in files of payloads that are mostly empty back to the disk; return how many bytes. Raises
-    StoreFailure. It costs little while there is nothing to gain."""
-    store, files = engine.store, engine.store.files
-    if files is None or not files.wasteful(held_bytes(engine.state)):
+    """Return the unused space of sparse payload files to the disk, and the number of bytes freed.
+    Cheap while there is nothing to gain. Raises StoreFailure."""
+    store = engine.store
+    files = engine.store.files
+    if files is None or not files.is_wasteful(held_bytes(engine.state)):
         return 0
-    # In a round: after its commit nothing can come back that is not among these payloads.
-    groups, ended = await engine.write(_in_use, files)
-    freed = await store.compact((group.payload for group in groups), ended)
+    # Collected within a round, because after its commit no other payload can become live again.
+    groups, closed_files = await engine.write(_in_use, files)
+    freed = await store.compact((group.payload for group in groups), closed_files)
     if freed:
         logger.info("%s: %d MiB given back of files that were mostly empty", store.name, freed >> 20)
     return freed
 
 
 def _in_use(state: TrajectoryState, now: float, files: Segments) -> tuple[list[GroupRecord], dict[int, SegmentFile]]:
-    """Return the groups whose payloads records refer to, and the files to which no others are written any more."""
+    """Return the groups whose payloads are referenced, and the files that are no longer written to."""
     latest = [state.run.latest] if state.run.latest is not None else []
-    return [*latest, *state.groups.values()], files.ended()
+    return [*latest, *state.groups.values()], files.closed_files()
 
 
 def held_bytes(state: TrajectoryState) -> int:
-    """Count the bytes of all payloads that records refer to."""
+    """Return the bytes of all payloads that records refer to."""
     latest = state.run.latest
     alone = latest.payload.nbytes if latest is not None and latest.id not in state.groups else 0
     return state.waiting_bytes + state.quarantine_bytes + alone

@@ -1,4 +1,4 @@
-"""Decides what happens to a pushed group: queue, mix buffer or quarantine.
+"""Routing of pushed groups to the queue, the mix buffer or quarantine.
 
 Source: docs/reference/trajectory.md 2.6, 2.7, 3.8.
 """
@@ -13,7 +13,7 @@ import msgspec
 
 from realhf.trajectory.records import EnvRecord, GroupRecord, Incoming, Payload, PayloadRef, Place, Refusal
 from realhf.trajectory.state.quarantine import isolate, make_room, unservable_reason
-from realhf.trajectory.state.registry import Answer, check_epoch, heartbeat, once
+from realhf.trajectory.state.registry import Answer, check_epoch, heartbeat, run_once
 from realhf.trajectory.state.server_state import TrajectoryState
 
 
@@ -27,14 +27,15 @@ def push(
     fingerprint: str = "",
     epoch: str | None = None,
 ) -> Answer:
-    """Take groups whose payloads were staged; a list is taken whole or not at all.
+    """Store groups whose payloads were staged; a list is stored completely or not at all.
 
-    With an idempotency ``key`` a repeat gets the first answer. Raises Refusal 503 (full), 422 (the key belongs to
-    another body) or 409 (``epoch`` is that of an older run); the payloads are given up then.
+    With an idempotency ``key`` a repeated request gets the first answer. Raises Refusal 503 (queue
+    full), 422 (the key was used for another body) or 409 (``epoch`` belongs to an older run); the
+    payloads are then discarded.
     """
     try:
         check_epoch(state, now, epoch)
-        answer, replayed = once(state, now, key, fingerprint, _take, groups, refs, listed)
+        answer, replayed = run_once(state, now, key, fingerprint, _store_groups, groups, refs, listed)
     except Refusal:
         state.discard(*refs)
         raise
@@ -43,16 +44,18 @@ def push(
     return answer
 
 
-def _take(
+def _store_groups(
     state: TrajectoryState, now: float, groups: Sequence[Incoming], refs: Sequence[PayloadRef], listed: bool
 ) -> Answer:
     refuse_when_full(state, len(groups), sum(len(group.data) for group in groups))
     reasons: set[str] = set()
-    buffered, buffer_size = 0, 0
+    buffered = 0
+    buffer_size = 0
     for incoming, ref in zip(groups, refs, strict=True):
         size = _route(state, now, incoming, ref, reasons)
         if size is not None:
-            buffered, buffer_size = buffered + 1, size
+            buffered = buffered + 1
+            buffer_size = size
     for env_id in {group.env_id for group in groups if group.env_id is not None}:
         heartbeat(state, now, env_id)
     state.counters["pushed_groups"] += len(groups)
@@ -67,7 +70,8 @@ def _take(
 
 
 def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """Make room for that much more, or raise Refusal 503; never 4xx, because stock clients drop their data then."""
+    """Make room for the given groups and bytes, or raise Refusal 503. Never 4xx, because stock
+    clients drop their data then."""
     options = state.options
     full = (options.max_queue_groups and state.waiting_groups + groups > options.max_queue_groups) or (
         options.max_queue_bytes and state.waiting_bytes + nbytes > options.max_queue_bytes
@@ -82,16 +86,17 @@ def refuse_when_full(state: TrajectoryState, groups: int, nbytes: int) -> None:
 
 
 def _route(state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadRef, reasons: set[str]) -> int | None:
-    """Place one group. Returns the sequences in its environment's buffer, if it belongs there; else None."""
+    """Place one group. Returns the number of sequences in its environment's buffer if it belongs
+    there, otherwise None."""
     payload = Payload(ref, len(incoming.data), incoming.encoding, incoming.present, incoming.crc)
     version = state.run.current_version if incoming.policy_version is None else incoming.policy_version
     env = None if incoming.env_id is None else state.envs.get(incoming.env_id)
     group = GroupRecord(state.next_id(), 0, Place.QUEUE, incoming.env_id, incoming.size, payload, version, now)
-    _wake(state, env)
+    _catch_up_clock(state, env)
     if env is None or incoming.size == max(1, env.group_size):
         _enqueue_or_isolate(state, group, reasons)
         return None
-    reason = _unbufferable(state, env, incoming.size)
+    reason = _buffer_problem(state, env, incoming.size)
     if reason:
         isolate(state, group, reason)
         reasons.add(reason)
@@ -100,10 +105,12 @@ def _route(state: TrajectoryState, now: float, incoming: Incoming, ref: PayloadR
     return sum(held.size for held in state.buffers.get(env.env_id, {}).values())
 
 
-def _wake(state: TrajectoryState, env: EnvRecord | None) -> None:
-    """Start an environment that had nothing queued at the present virtual time, so that it gets no burst to catch up
-    (docs/reference/trajectory.md 3.6). Groups without a known environment (None) count as one environment."""
-    clock, queued = state.run.clock, state.queue.env_sequences()
+def _catch_up_clock(state: TrajectoryState, env: EnvRecord | None) -> None:
+    """Advance an environment with an empty queue to the current virtual time, so that it does not
+    get a burst to catch up (docs/reference/trajectory.md 3.6). Groups without a known environment
+    (None) count as one environment."""
+    clock = state.run.clock
+    queued = state.queue.env_sequences()
     if env is not None:
         if env.virtual_time < clock and env.env_id not in queued:
             state.put("envs", env.env_id, msgspec.structs.replace(env, virtual_time=clock))
@@ -111,7 +118,7 @@ def _wake(state: TrajectoryState, env: EnvRecord | None) -> None:
         state.put_run(msgspec.structs.replace(state.run, other_time=clock))
 
 
-def _unbufferable(state: TrajectoryState, env: EnvRecord, size: int) -> str | None:
+def _buffer_problem(state: TrajectoryState, env: EnvRecord, size: int) -> str | None:
     if size < 1:
         return "zero_sequences"
     if size > max(1, env.group_size) and not state.options.is_strict("divisor_packing"):
@@ -120,7 +127,8 @@ def _unbufferable(state: TrajectoryState, env: EnvRecord, size: int) -> str | No
 
 
 def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons: set[str]) -> None:
-    """Hold a group back, and release one set that adds up to the declared group size, if there is one."""
+    """Hold a group back, and release one set of groups that adds up to the declared group size, if
+    there is one."""
     held = state.buffers.get(env.env_id, {})
     if len(held) >= state.options.max_buffered_groups:
         isolate(state, next(iter(held.values())), "buffer_full")
@@ -128,19 +136,19 @@ def _buffer(state: TrajectoryState, group: GroupRecord, env: EnvRecord, reasons:
     state.put("groups", group.id, msgspec.structs.replace(group, place=Place.BUFFER, order=state.next_order()))
     waiting = list(state.buffers[env.env_id].values())
     target = max(1, env.group_size)
-    found = [waiting[index] for index in find_set([held.size for held in waiting], target)]
-    if not found:
+    complete = [waiting[index] for index in find_set([held.size for held in waiting], target)]
+    if not complete:
         return
     batch_size = state.run.batch_size
     if (
         not state.options.is_strict("divisor_packing")
-        and len(found) > 1
+        and len(complete) > 1
         and batch_size > 0
         and batch_size % target == 0
     ):
-        _enqueue(state, found, bundled=True)
+        _enqueue(state, complete, bundled=True)
         return
-    for member in found:
+    for member in complete:
         _enqueue_or_isolate(state, member, reasons)
 
 
@@ -154,7 +162,8 @@ def _enqueue_or_isolate(state: TrajectoryState, group: GroupRecord, reasons: set
 
 
 def _enqueue(state: TrajectoryState, members: list[GroupRecord], *, bundled: bool = False) -> None:
-    """Append groups to the tail of the queue, ``bundled`` ones as one unit. The last one becomes the latest example."""
+    """Append groups to the tail of the queue, ``bundled`` ones as one unit. The last one becomes
+    the latest example."""
     first = None
     for member in members:
         order = state.next_order()
@@ -166,24 +175,25 @@ def _enqueue(state: TrajectoryState, members: list[GroupRecord], *, bundled: boo
 
 
 MOST_BITS = 1 << 25
-"""Largest product of groups and target for an exact search, which takes a few milliseconds. Of a larger buffer it
-searches the oldest part."""
+"""Largest product of groups and target for an exact search, which takes a few milliseconds. Only
+the oldest part of a larger buffer is searched."""
 
 
 def find_set(sizes: Sequence[int], target: int) -> list[int]:
-    """Return ascending indices of sizes that sum to ``target``; an empty list if there are none.
+    """Return ascending indices of sizes that sum to ``target``; [] if there are none.
 
-    It first adds sizes in order of arrival, skipping what does not fit. Then it searches an exact subset, rebuilt from
-    the newest index downwards: it leaves an index out wherever the rest can be reached without it being larger. Sizes
-    and target are in sequences, sizes at least 1.
+    It first adds sizes in order of arrival, skipping those that do not fit. Then it searches an
+    exact subset from the newest index downwards, leaving out an index whenever the older ones can
+    reach the rest without it. Sizes and target are in sequences, sizes at least 1.
     """
     if target < 1 or sum(sizes) < target:
         return []
-    return _in_order(sizes, target) or _exactly(sizes, target)
+    return _find_in_order(sizes, target) or _find_exact(sizes, target)
 
 
-def _in_order(sizes: Sequence[int], target: int) -> list[int]:
-    chosen, total = [], 0
+def _find_in_order(sizes: Sequence[int], target: int) -> list[int]:
+    chosen = []
+    total = 0
     for index, size in enumerate(sizes):
         if total + size <= target:
             chosen.append(index)
@@ -193,8 +203,9 @@ def _in_order(sizes: Sequence[int], target: int) -> list[int]:
     return []
 
 
-def _exactly(sizes: Sequence[int], target: int) -> list[int]:
-    """Solve the subset sum over bit sets: bit j of ``reachable[i]`` says that the first i sizes can sum to j."""
+def _find_exact(sizes: Sequence[int], target: int) -> list[int]:
+    """Solve the subset sum with bit sets: bit j of ``reachable[i]`` is set if some of the first i
+    sizes sum to j."""
     sizes = sizes[: max(1, MOST_BITS // (target + 1))]
     mask = (1 << (target + 1)) - 1
     reachable = [1]
@@ -203,7 +214,8 @@ def _exactly(sizes: Sequence[int], target: int) -> list[int]:
         reachable.append((last | last << size) & mask if size <= target else last)
     if not reachable[-1] >> target & 1:
         return []
-    chosen, rest = [], target
+    chosen = []
+    rest = target
     for index in range(len(sizes) - 1, -1, -1):
         if sizes[index] <= rest and reachable[index] >> (rest - sizes[index]) & 1:
             chosen.append(index)

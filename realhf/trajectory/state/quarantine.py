@@ -1,4 +1,5 @@
-"""Keeps groups that can never be served aside with the reason, so that they do not block the others.
+"""Quarantine: groups that can never be served are set aside with a reason, so that they do not
+block others.
 
 Source: docs/reference/trajectory.md 3.5.
 """
@@ -10,22 +11,22 @@ from typing import Any
 import msgspec
 
 from realhf.trajectory.records import PAYLOAD_LOST, GroupRecord, Place
-from realhf.trajectory.state.batching import unservable
+from realhf.trajectory.state.batching import find_size_problem
 from realhf.trajectory.state.server_state import TrajectoryState
 
 
 def unservable_reason(state: TrajectoryState, size: int) -> str | None:
-    """Return why a unit of ``size`` sequences can never be part of a batch, or None (also while no trainer is
-    known)."""
+    """Return why a unit of ``size`` sequences can never be part of a batch, or None (also while no
+    trainer is known)."""
     if size < 1:
         return "zero_sequences"
     if not state.run.registered:
         return None
-    return unservable(size, state.run.batch_size, strict=state.options.is_strict("divisor_packing"))
+    return find_size_problem(size, state.run.batch_size, strict=state.options.is_strict("divisor_packing"))
 
 
 def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
-    """Put a group, stored or new, into quarantine; beyond the byte limit the oldest ones are dropped."""
+    """Put a stored or new group into quarantine; beyond its limits the oldest groups are dropped."""
     state.put(
         "groups",
         group.id,
@@ -40,8 +41,8 @@ def isolate(state: TrajectoryState, group: GroupRecord, reason: str) -> None:
 
 
 def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """Drop the oldest groups in quarantine until that much more is within the bounds of the queue: quarantine counts as
-    held, but goes before a push is refused."""
+    """Drop the oldest groups in quarantine until ``groups`` and ``nbytes`` more fit in the queue.
+    Quarantine counts as held, but is dropped before a push is refused."""
     options = state.options
     total_groups = state.waiting_groups + len(state.quarantine) + groups
     total_bytes = state.waiting_bytes + state.quarantine_bytes + nbytes
@@ -53,23 +54,26 @@ def make_room(state: TrajectoryState, groups: int, nbytes: int) -> None:
 
 
 def _drop_oldest(state: TrajectoryState, groups: int, nbytes: int) -> None:
-    """Delete at least so many groups and bytes from quarantine, as far as there are, and count them. What came here
-    because its payload is damaged was good when it was taken, so it stays until somebody deletes it."""
-    dropped, freed = 0, 0
+    """Delete at least ``groups`` groups and ``nbytes`` bytes from quarantine, as far as possible,
+    and count them. Groups with damaged payloads were valid when they were accepted, so they are
+    kept until they are deleted explicitly."""
+    dropped = 0
+    freed = 0
     while dropped < groups or freed < nbytes:
         group = next((group for group in state.quarantine.values() if group.reason != PAYLOAD_LOST), None)
         if group is None:
             break
         state.delete("groups", group.id)
-        dropped, freed = dropped + 1, freed + group.payload.nbytes
+        dropped = dropped + 1
+        freed = freed + group.payload.nbytes
     if dropped:
         run = state.run
         state.put_run(msgspec.structs.replace(run, quarantine_dropped=run.quarantine_dropped + dropped))
 
 
 def reconsider_queue(state: TrajectoryState) -> None:
-    """Isolate queued groups that can never be served: a registration fixed the batch size, or a start broke up sets
-    whose other members are gone."""
+    """Isolate queued groups that can never be served, after a registration set the batch size or a
+    restart dissolved bundles with lost members."""
     if not any(unservable_reason(state, size) for size in state.queue.sizes()):
         return
     for group in [group for group in state.groups.values() if group.place is Place.QUEUE and group.bundle is None]:
@@ -79,14 +83,17 @@ def reconsider_queue(state: TrajectoryState) -> None:
 
 
 def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any]:
-    """Move groups back to the tail of the queue. Those that still cannot be served stay, and the answer lists them."""
-    requeued, unknown, refused = [], [], {}
+    """Move groups back to the tail of the queue. Those that still cannot be served stay, and the
+    answer lists them."""
+    requeued = []
+    unknown = []
+    refused = {}
     for key in ids:
         group = state.quarantine.get(key)
         if group is None:
             unknown.append(key)
             continue
-        reason = unservable_reason(state, group.size) or _still(state, group)
+        reason = unservable_reason(state, group.size) or _staleness_reason(state, group)
         if reason:
             refused[str(key)] = reason
             continue
@@ -99,8 +106,8 @@ def requeue(state: TrajectoryState, now: float, ids: list[int]) -> dict[str, Any
     return {"requeued": requeued, "unknown": unknown, "refused": refused}
 
 
-def _still(state: TrajectoryState, group: GroupRecord) -> str | None:
-    """Return what keeps a group in quarantine, whatever its size; None if nothing does."""
+def _staleness_reason(state: TrajectoryState, group: GroupRecord) -> str | None:
+    """Return what keeps a group in quarantine regardless of its size; None if nothing does."""
     bound = state.max_staleness
     if bound is not None and state.run.current_version - group.policy_version > bound:
         return "too_stale"

@@ -1,4 +1,5 @@
-"""Indexes the queue by environment and size, so that batch forming and pacing need no walk over the queue.
+"""Index of the queue by environment and size, so that forming batches and pacing need no scan of
+the queue.
 
 Source: docs/reference/trajectory.md 2.5, 3.3.
 """
@@ -16,21 +17,25 @@ from realhf.trajectory.records import GroupRecord
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Holds groups that left the mix buffer together (docs/reference/trajectory.md 3.5)."""
+    """Groups that left the mix buffer together (docs/reference/trajectory.md 3.5)."""
 
     order: int
+    """Order of the first member."""
     size: int
+    """Sequences of all members."""
     env_id: int | None
+    """Environment of the members."""
     members: tuple[GroupRecord, ...]
+    """The groups, oldest first."""
 
 
 Unit = GroupRecord | Bundle
-"""What is packed as a whole."""
+"""Smallest object that is packed as a whole."""
 
 
 class Lane:
-    """Holds the units of one environment and one size, oldest first. Deletion is lazy: a deleted unit is skipped, and
-    dropped when it is at either end or when half of the lane is deleted."""
+    """Units of one environment and one size, oldest first. Deletion is lazy: a deleted unit is
+    skipped, and dropped when it reaches either end or when half of the lane is deleted."""
 
     __slots__ = ("_dead", "_units")
 
@@ -45,12 +50,12 @@ class Lane:
         return (unit for unit in self._units if unit.order not in self._dead)
 
     def newest(self, count: int) -> list[Unit]:
-        """Return the last ``count`` units, oldest of them first."""
+        """Return the last ``count`` units, oldest first."""
         backwards = (unit for unit in reversed(self._units) if unit.order not in self._dead)
         return list(islice(backwards, count))[::-1]
 
     def add(self, unit: Unit) -> None:
-        """Add a unit where its order belongs: at the end, unless a change is undone."""
+        """Insert a unit by its order: at the end, unless a change is being undone."""
         units = self._units
         if not units or unit.order > units[-1].order:
             units.append(unit)
@@ -61,8 +66,9 @@ class Lane:
             self._dead.clear()
 
     def discard(self, order: int) -> None:
-        """Delete the unit of this order."""
-        units, dead = self._units, self._dead
+        """Delete the unit with this order."""
+        units = self._units
+        dead = self._dead
         dead.add(order)
         while units and units[0].order in dead:
             dead.remove(units.popleft().order)
@@ -74,7 +80,7 @@ class Lane:
 
 
 class QueueIndex:
-    """Indexes queued groups. ``groups``, ``sequences`` and ``nbytes`` are totals.
+    """Index of the queued groups. ``groups``, ``sequences`` and ``nbytes`` are totals.
 
     Every call costs amortised O(1), views O(environments + sizes).
     """
@@ -91,8 +97,8 @@ class QueueIndex:
         self._bundles: dict[int, Bundle] = {}
 
     def add(self, record: GroupRecord) -> None:
-        """Add a group, at the tail if its order is the highest; a bundle becomes a unit when its last member is
-        here."""
+        """Add a group, at the tail if its order is the highest. A bundle becomes a unit when its
+        last member is added."""
         self._count(record, 1)
         if record.bundle is None:
             self._lane(record.env_id, record.size).add(record)
@@ -107,7 +113,7 @@ class QueueIndex:
             self._lane(record.env_id, size).add(self._bundles[first])
 
     def remove(self, record: GroupRecord) -> None:
-        """Remove a group from the queue; the first member that leaves ends its bundle."""
+        """Remove a group. The first member that is removed dissolves its bundle."""
         self._count(record, -1)
         if record.bundle is None:
             self._discard(record.env_id, record.size, record.order)
@@ -131,19 +137,19 @@ class QueueIndex:
         return self._sizes.keys()
 
     def max_group_size(self) -> int:
-        """Return the size of the largest queued group in sequences; 0 when nothing is queued."""
+        """Return the largest size of a queued group, in sequences; 0 for an empty queue."""
         return max(self._sizes, default=0)
 
     def env_max_group(self, env_id: int | None) -> int:
-        """Return the size of the largest queued group of one environment; 0 when it has none."""
+        """Return the largest size of a queued group of one environment; 0 without any."""
         return max(self._env_sizes.get(env_id, ()), default=0)
 
     def env_sequences(self) -> Mapping[int | None, int]:
-        """Return the number of queued sequences of every environment that has any group queued."""
+        """Return the number of queued sequences by environment, for those with queued groups."""
         return self._env_sequences
 
     def env_groups(self) -> dict[int | None, int]:
-        """Return the number of queued groups of every environment that has any."""
+        """Return the number of queued groups by environment, for those with any."""
         return {env_id: sizes.total() for env_id, sizes in self._env_sizes.items()}
 
     def _lane(self, env_id: int | None, size: int) -> Lane:

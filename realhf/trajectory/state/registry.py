@@ -1,9 +1,9 @@
-"""Registers who takes part: the trainer, environments and their heartbeats, epochs, the policy version; answers
-repeated requests once.
+"""Registration of the trainer and of environments: heartbeats, epochs, the policy version, and
+idempotent answers.
 
-An idempotency key is stored in the same commit as the data. The fingerprint tells a repeat from a mistake: CRC-32 and
-length of the body, which find a client's bug and are not meant to resist an attack. Source:
-docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.7, 3.9, 3.10.
+An idempotency key is stored in the same commit as the data. Its fingerprint, CRC-32 and length of
+the body, distinguishes a repeated request from a client's bug; it is no defence against an attack.
+Source: docs/reference/trajectory.md 2.3 to 2.5, 3.2, 3.7, 3.9, 3.10.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from realhf.trajectory.state import quarantine
 from realhf.trajectory.state.server_state import TrajectoryState
 
 MIN_WEIGHT = 0.01
-"""Least share of an environment, so that none starves."""
+"""Smallest share of an environment, so that none starves."""
 _LARGE = 1e12
-"""Largest weight and allocation that count; products of larger ones would overflow."""
-_OF_THE_TRAINER = ("max_token_len", "checkpoint_dir", "save_checkpoint_interval", "num_steps")
+"""Largest weight and allocation; products of larger ones would overflow."""
+_TRAINER_FIELDS = ("max_token_len", "checkpoint_dir", "save_checkpoint_interval", "num_steps")
 """Fields of a registration that a restarted trainer may change."""
 logger = logging.getLogger(__name__)
 Answer = tuple[dict[str, Any], dict[str, str]]
@@ -37,30 +37,31 @@ def register(
     request: Mapping[str, Any],
     join: bool,
     may_reset: bool = True,
-    anew: bool = False,
+    force_new: bool = False,
     trainer: str = "",
 ) -> Answer:
     """Register a trainer.
 
-    A trainer that names the run that is going on was started again or is another rank of it, and continues that run;
-    any other one begins a new epoch. ``join`` continues whatever run there is; ``anew`` begins a new one even so.
-    ``trainer``: under this name it pulls. Raises Refusal 403 when a run would end that must not.
+    A trainer that names the current run was restarted, or is another rank of it, and continues that
+    run; any other trainer starts a new epoch. ``join``: continue the current run, whichever it is.
+    ``force_new``: start a new run in any case. ``trainer``: the name under which the trainer pulls.
+    Raises Refusal 403 when a run would end that is protected.
     """
     number = uuid.uuid4().int
     headers = {"X-Trainer-Id": str(number)}
     if state.run.registered:
         if join and request["num_steps"] > state.run.num_steps:
             state.put_run(msgspec.structs.replace(state.run, num_steps=request["num_steps"]))
-        if join or (state.options.reregister == "ignore" and not anew):
+        if join or (state.options.reregister == "ignore" and not force_new):
             return {"uuid": number}, headers
-        if state.options.reregister == "continue" and not anew and _is_same_run(state.run, request):
-            _continue(state, request)
-            _give_back(state, trainer)
+        if state.options.reregister == "continue" and not force_new and _is_same_run(state.run, request):
+            _continue_run(state, request)
+            _return_leases(state, trainer)
             return {"uuid": number}, headers | {"X-Run-Continued": "1"}
         if not may_reset:
             raise Refusal(403, "another run is registered; to replace it, send the admin token (or X-Join: 1 to join)")
         reset(state, now)
-    names = ("wandb_group", "wandb_project", "batch_size", "starting_step", *_OF_THE_TRAINER)
+    names = ("wandb_group", "wandb_project", "batch_size", "starting_step", *_TRAINER_FIELDS)
     state.put_run(
         msgspec.structs.replace(
             state.run,
@@ -83,15 +84,16 @@ def _is_same_run(run: RunRecord, request: Mapping[str, Any]) -> bool:
     )
 
 
-def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
-    """Continue the run with its queue, its environments, its leases and its steps.
+def _continue_run(state: TrajectoryState, request: Mapping[str, Any]) -> None:
+    """Continue the run with its queue, environments, leases and steps.
 
-    The steps count on from here even where the trainer begins at an earlier one. The trainer's other wishes may have
-    changed; a staleness bound that it does not mention stays.
+    Steps continue from here even if the trainer starts at an earlier one. Other settings of the
+    trainer may have changed; a staleness bound that it does not mention is kept.
     """
     run = state.run
-    changed = {name: request[name] for name in _OF_THE_TRAINER}
-    step, staleness = max(run.step, request["starting_step"]), request.get("max_staleness")
+    changed = {name: request[name] for name in _TRAINER_FIELDS}
+    step = max(run.step, request["starting_step"])
+    staleness = request.get("max_staleness")
     staleness = run.max_staleness if staleness is None else staleness
     state.put_run(msgspec.structs.replace(run, step=step, max_staleness=staleness, **changed))
     state.counters["continued"] += 1
@@ -104,17 +106,17 @@ def _continue(state: TrajectoryState, request: Mapping[str, Any]) -> None:
     )
 
 
-def _give_back(state: TrajectoryState, trainer: str) -> None:
-    """Give back the batches that a trainer held before it was started again: it may not have trained on them, and its
-    next pull would acknowledge them."""
+def _return_leases(state: TrajectoryState, trainer: str) -> None:
+    """Return the batches that a trainer held before it was restarted. It may not have trained on
+    them, and its next pull would acknowledge them."""
     for lease in list(state.leases.values()):
         if lease.owner == trainer and lease.mode == "implicit" and not lease.returned:
             state.put("leases", lease.lease_id, msgspec.structs.replace(lease, returned=True))
 
 
 def reset(state: TrajectoryState, now: float) -> None:
-    """Forget everything; the epoch grows (docs/reference/trajectory.md 2.9). Strict mode keeps what the original
-    keeps."""
+    """Delete everything and start the next epoch (docs/reference/trajectory.md 2.9). Strict mode
+    keeps what the original server keeps."""
     old = state.run
     run = RunRecord(epoch=old.epoch + 1)
     if state.options.is_strict("forget_on_reset"):
@@ -129,24 +131,26 @@ def reset(state: TrajectoryState, now: float) -> None:
     state.counters["resets"] += 1
 
 
-def outlive_epoch(state: TrajectoryState, now: float, ended: int) -> None:
-    """Begin an epoch after ``ended``, which the medium forgot wholly or in part, unless one has begun already.
+def start_epoch_after(state: TrajectoryState, now: float, ended: int) -> None:
+    """Start an epoch after ``ended``, which the store lost completely or in part, unless a later
+    one has started already.
 
-    What is still there stays. The number of the new epoch is the time in milliseconds: the medium may have forgotten a
-    later epoch than ``ended``, too, and no two may have one number.
+    Remaining data is kept. The number of the new epoch is the time in milliseconds: the store may
+    have lost a later epoch than ``ended`` as well, and numbers must be unique.
     """
     if state.run.epoch <= ended:
         state.put_run(msgspec.structs.replace(state.run, epoch=max(ended + 1, int(now * 1000))))
 
 
 def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any]) -> Answer:
-    """Register a rollout handler; it has to wait until the trainer has asked for a batch."""
+    """Register an environment; it has to wait until the trainer has pulled a batch."""
     run = state.run
     if not run.started:
         return NotYet({"status": "wait for trainer to start"}, {})
-    env_id, wanted = max(state.envs, default=-1) + 1, request["desired_name"]
+    env_id = max(state.envs, default=-1) + 1
+    wanted = request["desired_name"]
     names = [env.name for env in state.envs.values() if env.desired_name == wanted]
-    name = f"{wanted}_{int(names[-1].rpartition('_')[2]) + 1 if names else 0}"  # older ones may be forgotten
+    name = f"{wanted}_{int(names[-1].rpartition('_')[2]) + 1 if names else 0}"  # older ones may have expired
     env = EnvRecord(
         env_id,
         wanted,
@@ -173,7 +177,7 @@ def register_env(state: TrajectoryState, now: float, request: Mapping[str, Any])
 
 
 def disconnect_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any]:
-    """Take an environment out of the weights and minimums; its groups stay servable."""
+    """Exclude an environment from weights and minimums; its groups can still be served."""
     env = state.envs.get(env_id)
     if env is None:
         return {"status": "failure", "error": f"unknown env_id {env_id}; {len(state.envs)} are registered"}
@@ -183,7 +187,7 @@ def disconnect_env(state: TrajectoryState, now: float, env_id: int) -> dict[str,
 
 
 def check_epoch(state: TrajectoryState, now: float, sent: str | None) -> None:
-    """Refuse (409) what belongs to an older run. Clients that send no epoch are not fenced.
+    """Raise Refusal 409 for a request of an older run. Clients that send no epoch are not fenced.
 
     Source: docs/reference/trajectory.md 3.2.
     """
@@ -198,24 +202,25 @@ def set_policy_version(state: TrajectoryState, now: float, version: int) -> dict
 
 
 def is_alive(state: TrajectoryState, env: EnvRecord, now: float) -> bool:
-    """Return whether an environment is connected and gave a sign of life within the heartbeat timeout."""
+    """Return whether an environment is connected and had a heartbeat within the timeout."""
     return env.connected and now - env.last_seen <= state.options.heartbeat_timeout_s
 
 
 def heartbeat_due(state: TrajectoryState, now: float, env_id: int) -> bool:
-    """Return whether a sign of life is worth a write: a tenth of the timeout has gone by."""
+    """Return whether a heartbeat is worth a write: a tenth of the timeout has passed."""
     env = state.envs.get(env_id)
     return env is not None and now - env.last_seen > min(state.options.heartbeat_timeout_s / 10, 30.0)
 
 
 def heartbeat(state: TrajectoryState, now: float, env_id: int) -> None:
-    """Record a sign of life."""
+    """Record a heartbeat."""
     if heartbeat_due(state, now, env_id):
         state.put("envs", env_id, msgspec.structs.replace(state.envs[env_id], last_seen=now))
 
 
 def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float], float]:
-    """Return the share of each known environment when batches are filled, and that of everything else together.
+    """Return the share of each known environment in batches, and the share of all other groups
+    together.
 
     Source: docs/reference/trajectory.md 3.6.
     """
@@ -227,7 +232,8 @@ def shares(state: TrajectoryState, now: float) -> tuple[dict[int | None, float],
 
 
 def status_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any]:
-    """Return the numbers by which a rollout handler paces itself. The cost grows with the number of environments.
+    """Return the values by which an environment paces itself. The cost is linear in the number of
+    environments.
 
     Source: docs/reference/trajectory.md 2.5.
     """
@@ -238,7 +244,7 @@ def status_env(state: TrajectoryState, now: float, env_id: int) -> dict[str, Any
     largest = max(1, state.queue.max_group_size())
     own = state.queue.env_sequences().get(env_id, 0)
     unit = max(1, env.group_size, state.queue.env_max_group(env_id))
-    others = _others(state, env_id, largest, {other.env_id: _allocation(other) for other in alive})
+    others = _count_others(state, env_id, largest, {other.env_id: _allocation(other) for other in alive})
     allocated = sum(_allocation(other) for other in alive)
     return {
         "current_step": state.run.step,
@@ -262,17 +268,19 @@ def _has_foreign_groups(state: TrajectoryState) -> bool:
     return any(env_id not in state.envs for env_id in state.queue.env_sequences())
 
 
-def _others(state: TrajectoryState, env_id: int, largest: int, allocations: Mapping[int, float]) -> int:
-    """Count the sequences of the other environments, packed in the largest size, beyond their minimums."""
+def _count_others(state: TrajectoryState, env_id: int, largest: int, allocations: Mapping[int, float]) -> int:
+    """Return the sequences of the other environments, packed in the largest size, beyond their
+    minimums."""
     if largest == 1 and state.options.is_strict("count_others_of_size_one"):
         return 0
-    batch_size, found = state.run.batch_size, 0
+    batch_size = state.run.batch_size
+    total = 0
     for other, sequences in state.queue.env_sequences().items():
         if other != env_id:
             packed = math.ceil(sequences / largest) * largest
             minimum = int(batch_size * allocations.get(other, 0.0)) if other is not None else 0
-            found += max(0, packed - minimum)
-    return found
+            total += max(0, packed - minimum)
+    return total
 
 
 def _env_weight(state: TrajectoryState, env: EnvRecord, alive: list[EnvRecord]) -> float:
@@ -286,17 +294,20 @@ MAX_KEY_LENGTH = 128
 
 
 class NotYet(NamedTuple):
-    """Is an ``Answer`` that asks the client to try again, so it is not stored for repeats."""
+    """An ``Answer`` that asks the client to try again; it is not stored for repeated requests."""
 
     body: dict[str, Any]
+    """Body of the response."""
     headers: dict[str, str]
+    """Headers of the response."""
 
 
-def once(
+def run_once(
     state: TrajectoryState, now: float, key: str | None, fingerprint: str, command: Callable[..., Answer], *args: Any
 ) -> tuple[Answer, bool]:
-    """Return the answer of ``command(state, now, *args)`` and whether it is a repeated one. Raises Refusal 422 when the
-    key came with another request, and what the command raises; only a final answer is stored."""
+    """Return the answer of ``command(state, now, *args)`` and whether it is a replayed one. Raises
+    Refusal 422 when the key was used for another request, and the command's errors. Only a final
+    answer is stored."""
     if key is None:
         return command(state, now, *args), False
     replay = state.replays.get(key)
@@ -316,6 +327,6 @@ def once(
 
 
 def encode_body(body: dict[str, Any]) -> bytes:
-    """Encode an answer as JSON; the 128-bit ``uuid`` of a registration is beyond msgspec's integers."""
+    """Encode an answer as JSON. The 128-bit ``uuid`` of a registration exceeds msgspec's integers."""
     number = body.get("uuid")
     return b'{"uuid":%d}' % number if number is not None else msgspec.json.encode(body)

@@ -1,7 +1,8 @@
-"""Holds the server's state in memory: tables of frozen records, and indexes that are functions of the tables.
+"""In-memory state of the server: tables of frozen records, and indexes derived from the tables.
 
-Commands change it only through ``put``, ``delete`` and ``clear``, so that a restored state and one that follows another
-instance are equal to the one that executed the commands. Source: docs/reference/trajectory.md 3.11.
+Commands change it only through ``put``, ``delete`` and ``clear``, so a restored state, or one that
+follows another instance, equals the state that executed the commands. Source:
+docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -23,28 +24,31 @@ from realhf.trajectory.records import (
     Replay,
     RunRecord,
     StateOptions,
-    place_of,
+    table_and_key,
 )
 from realhf.trajectory.state.queue_index import QueueIndex
 from realhf.trajectory.store.base import Changes, Key, Snapshot
 
 _Undo = tuple[str, Any, Any] | Callable[[], Any]
-"""One step back: a row as it was (None: there was none), or what brings everything else back."""
+"""One undo step: (table, key, previous row or None), or a function that restores everything else.
+"""
 _INDEXES = (
     "tables", "envs", "groups", "leases", "closed", "replays", "queue", "with_stale", "stale", "buffers", "quarantine",
     "quarantine_bytes", "leased_groups", "waiting_bytes", "_versions",
 )  # fmt: skip
-"""Attributes that ``_empty`` makes anew, but for the numbers that are never used twice."""
+"""Attributes that ``_empty`` creates, except for the counters of numbers that are never reused."""
 
 
 class TrajectoryState:
-    """Holds tables, indexes and the changes since the last ``take_changes``. Not thread-safe: the event loop owns it.
+    """Tables, indexes and the changes since the last ``take_changes``. Not thread-safe: the event
+    loop owns it.
 
-    ``envs`` (in the order of registration), ``groups``, ``leases``, ``closed`` and ``replays`` are tables by their key.
-    ``queue`` holds what may be packed; ``buffers`` the mix buffer of each environment, oldest first; ``quarantine`` the
-    groups that can never be served, likewise; ``stale`` the queued groups that only fill a batch when nothing fresher
-    does, and ``with_stale`` (only with that policy) all queued groups, the stale ones at the end. ``counters`` count
-    events since the start of the process.
+    ``envs`` (in the order of registration), ``groups``, ``leases``, ``closed`` and ``replays`` are
+    tables by key. ``queue`` contains the groups that may be packed; ``buffers`` the mix buffer of
+    each environment and ``quarantine`` the groups that can never be served, both oldest first.
+    ``stale`` contains queued groups that only fill a batch when nothing fresher does, and
+    ``with_stale`` (only with that policy) all queued groups, the stale ones last. ``counters``
+    count events since the start of the process.
     """
 
     def __init__(self, options: StateOptions) -> None:
@@ -81,7 +85,7 @@ class TrajectoryState:
 
     @property
     def max_staleness(self) -> int | None:
-        """How many versions a group may lie behind the current policy version; None: no bound.
+        """Most policy versions that a group may lag behind the current one; None: no bound.
 
         Source: docs/reference/trajectory.md 3.9.
         """
@@ -92,16 +96,16 @@ class TrajectoryState:
 
     @property
     def waiting_groups(self) -> int:
-        """Number of groups that back-pressure counts: queued, buffered and leased."""
+        """Number of groups that count for back-pressure: queued, buffered and leased."""
         return self.queue.groups + len(self.stale) + self.leased_groups + sum(map(len, self.buffers.values()))
 
     def next_id(self) -> int:
-        """Return a group id that was never used."""
+        """Return an unused group id."""
         self._next_id += 1
         return self._next_id
 
     def next_order(self) -> int:
-        """Return an order above all earlier ones."""
+        """Return an order higher than all previous ones."""
         self._next_order += 1
         return self._next_order
 
@@ -115,7 +119,7 @@ class TrajectoryState:
                 self._changes.rows.pop((table, key), None)  # followers must get groups in the order they entered
             self._enter(record)
         elif isinstance(record, RunRecord):
-            self._run_changed(old or RunRecord(), record)
+            self._update_run(old or RunRecord(), record)
         if self._recording:
             self._changes.rows[(table, key)] = record
             self._undo.append((table, key, old))
@@ -125,7 +129,7 @@ class TrajectoryState:
         self.put("run", "run", record)
 
     def delete(self, table: str, key: Key) -> None:
-        """Remove one row; the payload of a deleted group is freed, unless it is the latest example."""
+        """Remove one row. The payload of a deleted group is freed, unless it is the latest example."""
         old = self.tables[table].pop(key)
         if isinstance(old, GroupRecord):
             self._leave(old)
@@ -137,41 +141,47 @@ class TrajectoryState:
             self._undo.append((table, key, old))
 
     def discard(self, *refs: Any) -> None:
-        """Give up staged payloads that no record refers to (any more)."""
+        """Free staged payloads that no record refers to."""
         if self._recording:
             self._changes.freed.extend(refs)
 
     def clear(self, run: RunRecord) -> None:
-        """Empty every table and begin again with ``run``."""
+        """Empty all tables and start again with ``run``."""
         kept = None if run.latest is None else run.latest.id
         refs = [group.payload.ref for group in self.groups.values() if group.id != kept]
         latest = self.run.latest
         if latest is not None and latest.id not in self.groups and latest.id != kept:
             refs.append(latest.payload.ref)
-        next_id, next_order = self._next_id, self._next_order
+        next_id = self._next_id
+        next_order = self._next_order
         before = {name: getattr(self, name) for name in _INDEXES}
         self._empty()
-        self._next_id, self._next_order = next_id, next_order
+        self._next_id = next_id
+        self._next_order = next_order
         if self._recording:
             self._changes = Changes(freed=[*self._changes.freed, *refs], cleared=True)
             self._undo.append(lambda: self.__dict__.update(before))
         self.put_run(run)
 
     def take_changes(self) -> Changes:
-        """Return the changes since the last call and begin to collect new ones. They can be undone until the next
-        ``settle``."""
-        changes, self._changes = self._changes, Changes()
+        """Return the changes since the last call and start collecting new ones. They can be undone
+        until the next ``settle``."""
+        changes = self._changes
+        self._changes = Changes()
         return changes
 
     def settle(self) -> None:
-        """Forget how to undo the changes so far: they are kept."""
+        """Drop the undo log, because the changes so far are durable."""
         self._undo = []
 
     def undo(self) -> None:
-        """Undo all changes since the last ``settle``, the last one first. It costs what they cost, however much the
-        state holds."""
-        steps, self._undo, self._changes = self._undo, [], Changes()
-        self._recording, touched = False, set[str | int | None]()
+        """Undo all changes since the last ``settle``, newest first. The cost is proportional to the
+        changes, not to the size of the state."""
+        steps = self._undo
+        self._undo = []
+        self._changes = Changes()
+        self._recording = False
+        touched = set[str | int | None]()
         try:
             for step in reversed(steps):
                 if callable(step):
@@ -188,11 +198,12 @@ class TrajectoryState:
                 if isinstance(old, GroupRecord) and old.place is Place.QUARANTINE:
                     touched.add("quarantine")
         finally:
-            self._recording, self._undo = True, []
-        self._sort_again(touched)
+            self._recording = True
+            self._undo = []
+        self._restore_order(touched)
 
-    def _sort_again(self, touched: set[str | int | None]) -> None:
-        """Bring what came back into the order in which it is looked through: the oldest first."""
+    def _restore_order(self, touched: set[str | int | None]) -> None:
+        """Restore the order of restored rows, oldest first."""
         by_order = attrgetter("order")
         for env_id in touched & self.buffers.keys():
             held = sorted(self.buffers[env_id].values(), key=by_order)  # type: ignore[index]
@@ -208,9 +219,10 @@ class TrajectoryState:
         self.envs.update(envs)
 
     def load(self, snapshot: Snapshot) -> None:
-        """Replace the state by what was committed."""
+        """Replace the state with a committed snapshot."""
         self._empty()
-        self._changes, self._undo = Changes(), []
+        self._changes = Changes()
+        self._undo = []
         groups: list[GroupRecord] = [record for record in snapshot["groups"] if isinstance(record, GroupRecord)]
         records: Iterable[Record] = (
             *snapshot["run"],
@@ -223,13 +235,13 @@ class TrajectoryState:
         self._recording = False
         try:
             for record in records:
-                self.put(*place_of(record), record)
+                self.put(*table_and_key(record), record)
             self._sort_envs()
         finally:
             self._recording = True
 
     def follow(self, changes: Changes) -> None:
-        """Apply what another instance committed."""
+        """Apply changes that another instance committed."""
         self._recording = False
         try:
             if changes.cleared:
@@ -243,17 +255,19 @@ class TrajectoryState:
             self._recording = True
 
     def take_stale(self, limit: int) -> tuple[list[GroupRecord], bool]:
-        """Take queued groups beyond the staleness bound, at most ``limit``; return them and whether there are more."""
+        """Return at most ``limit`` queued groups beyond the staleness bound, and whether there are
+        more."""
         bound = self.max_staleness
         if bound is None:
             return [], False
-        oldest, found = self.run.current_version - bound, []
-        while self._versions and self._versions[0][0] < oldest and len(found) < limit:
+        oldest = self.run.current_version - bound
+        stale = []
+        while self._versions and self._versions[0][0] < oldest and len(stale) < limit:
             _, order, key = heapq.heappop(self._versions)
             group = self.groups.get(key)
             if group is not None and group.place is Place.QUEUE and group.order == order:
-                found.append(group)
-        return found, bool(self._versions) and self._versions[0][0] < oldest
+                stale.append(group)
+        return stale, bool(self._versions) and self._versions[0][0] < oldest
 
     def newest_time(self) -> float:
         """Return the latest time in any record, in seconds since 1970."""
@@ -308,7 +322,7 @@ class TrajectoryState:
             if self.options.stale_policy == "last":
                 self.with_stale.remove(group)
 
-    def _run_changed(self, old: RunRecord, new: RunRecord) -> None:
+    def _update_run(self, old: RunRecord, new: RunRecord) -> None:
         if new.latest is not None:
             self._next_id = max(self._next_id, new.latest.id)
         if (

@@ -1,4 +1,4 @@
-"""Shows the state: bodies of the endpoints that change nothing.
+"""Bodies of the read-only endpoints.
 
 Source: docs/reference/trajectory.md 2.2, 3.5, 3.7.
 """
@@ -22,7 +22,8 @@ def status(state: TrajectoryState, now: float) -> dict[str, Any]:
 
 
 def info(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Return the batch size in sequences and the longest sequence in tokens; -1 each without a trainer."""
+    """Return the batch size in sequences and the longest sequence in tokens; -1 each without a
+    trainer."""
     return {"batch_size": state.run.batch_size, "max_token_len": state.run.max_token_len}
 
 
@@ -37,9 +38,10 @@ def latest(state: TrajectoryState, now: float) -> GroupRecord | None:
 
 
 def envs(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Describe every environment: ``state`` is connected, stale (silent too long) or disconnected; queued in groups and
-    sequences, served in sequences."""
-    groups, sequences = state.queue.env_groups(), state.queue.env_sequences()
+    """Return a description of every environment. ``state`` is connected, stale (silent too long) or
+    disconnected; queued in groups and sequences, served in sequences."""
+    groups = state.queue.env_groups()
+    sequences = state.queue.env_sequences()
     items = [
         {
             "env_id": env.env_id,
@@ -64,7 +66,7 @@ def envs(state: TrajectoryState, now: float) -> dict[str, Any]:
 
 
 def buffers(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """Describe the mix buffer of each environment."""
+    """Return a description of the mix buffer of each environment."""
     return {
         "buffers": [
             {
@@ -79,7 +81,8 @@ def buffers(state: TrajectoryState, now: float) -> dict[str, Any]:
 
 
 def quarantine(state: TrajectoryState, now: float, limit: int, after: int | None) -> dict[str, Any]:
-    """List groups in quarantine with ids above ``after``, at most ``limit``, and count the reasons of all of them."""
+    """Return at most ``limit`` groups in quarantine with ids above ``after``, and the counts of all
+    reasons."""
     ids = sorted(key for key in state.quarantine if after is None or key > after)
     groups = [state.quarantine[key] for key in islice(ids, max(0, limit))]
     return {
@@ -100,7 +103,7 @@ def quarantine(state: TrajectoryState, now: float, limit: int, after: int | None
 
 
 def leases(state: TrajectoryState, now: float) -> dict[str, Any]:
-    """List the batches in trainers' hands."""
+    """Return the batches that trainers hold."""
     return {
         "leases": [
             {

@@ -1,1 +1,2 @@
-"""Keeps the server's state and payloads: one module per medium behind the protocol of ``base``."""
+"""Storage of the server's state and payloads: one module per medium behind the interface of
+``base``."""

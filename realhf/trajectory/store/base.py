@@ -1,7 +1,7 @@
-"""Defines the contract of a store: rows of small tables, committed in order, and payloads beside them.
+"""Store interface: rows of small tables, committed in order, and payloads next to them.
 
-The engine executes commands on a state in memory and hands their changes to ``commit``; no request is answered before
-it returns. Source: docs/reference/trajectory.md 3.11.
+The engine executes commands on a state in memory and passes their changes to ``commit``; no request
+is answered before it returns. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from realhf.trajectory.store.segments import SegmentFile, Segments
 
 
 class StoreFailure(RuntimeError):
-    """Is raised when the medium refused (disk full, server away), so nothing of the request may count as kept.
+    """The medium failed (disk full, server away), so nothing of the request counts as kept.
 
-    The text names the cause. What was really kept is what the next ``reload`` returns.
+    The text states the cause. The next ``reload`` returns what was really kept.
     """
 
 
 class OutcomeUnknown(StoreFailure):
-    """Is raised when a commit was sent and its outcome cannot be asked for at present: it may have been kept, or
-    not."""
+    """A commit was sent and its outcome cannot be determined now: it may have been kept, or not."""
 
 
 class PayloadLost(StoreFailure):
-    """Is raised for payloads that were read and are not what was stored, or that the medium says it does not have.
-    Never for a failure to read. ``refs`` names them."""
+    """Payloads were read and differ from what was stored, or the medium reports that it does not
+    have them. Never raised for a failed read. ``refs`` lists them."""
 
     def __init__(self, store: str, refs: Sequence[PayloadRef]) -> None:
         super().__init__(f"{store}: {len(refs)} payloads are missing or damaged")
@@ -36,8 +35,8 @@ class PayloadLost(StoreFailure):
 
 
 class StateLost(RuntimeError):
-    """Is raised when another server took the write lock, or changes of others can no longer be followed: load
-    everything anew."""
+    """Another server took the write lock, or changes of other servers can no longer be followed;
+    everything has to be reloaded."""
 
 
 Key = int | str
@@ -45,12 +44,14 @@ Key = int | str
 
 @dataclass
 class Changes:
-    """Holds rows written (a record) and deleted (None) since the last commit, and payloads that no record refers to any
-    more. ``cleared``: every table was emptied before ``rows`` were written."""
+    """Changes since the last commit."""
 
     rows: dict[tuple[str, Key], Record | None] = field(default_factory=dict)
+    """Written rows (a record) and deleted rows (None), by (table, key)."""
     freed: list[PayloadRef] = field(default_factory=list)
+    """Payloads that no record refers to any more."""
     cleared: bool = False
+    """Whether every table was emptied before ``rows`` were written."""
 
     def __bool__(self) -> bool:
         return bool(self.rows) or bool(self.freed) or self.cleared
@@ -61,78 +62,84 @@ Snapshot = dict[str, list[Record]]
 
 
 def empty_snapshot() -> Snapshot:
-    """Return a snapshot without any records."""
+    """Return a snapshot without records."""
     return {table: [] for table in TABLES}
 
 
 class Store(ABC):
-    """Stores rows and payloads on one medium. What is given here holds for a store that one server has for itself.
+    """Rows and payloads on one medium. The descriptions here apply to a store that is used by one
+    server.
 
-    Every method is called from the event loop and does its slow work elsewhere. ``shared``: other processes may write
-    too, so the engine wraps each round in ``begin`` and ``commit`` or ``abandon``.
+    Every method is called on the event loop and does its slow work elsewhere. ``shared``: other
+    processes may write too, so the engine wraps each round in ``begin`` and ``commit`` or
+    ``abandon``.
     """
 
     shared = False
     name: str
     files: Segments | None = None
-    """The files in which there may be room to give back; None if there never are any."""
+    """Payload files that may contain unused space; None if the store has none."""
 
     @abstractmethod
     async def open(self) -> Snapshot:
-        """Return everything that was committed. Raises StoreFailure (unreachable, or a second server on one folder)."""
+        """Return everything that was committed. Raises StoreFailure (unreachable, or a second
+        server on one folder)."""
 
     @abstractmethod
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        """Keep payloads; they are durable once a commit that was begun afterwards returns. Raises StoreFailure, also
-        where there is room for the payloads and too little for what has to follow."""
+        """Store payloads. They are durable once a commit that starts afterwards returns. Raises
+        StoreFailure, also if the payloads fit but too little space would remain for later commits.
+        """
 
     @abstractmethod
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """Give up staged payloads of a command whose commit failed. Those that a commit kept after all stay; payloads
-        that a command gave up itself are in ``Changes.freed``."""
+        """Discard staged payloads of a command whose commit failed. Payloads that a commit kept
+        after all stay; payloads that a command discarded itself are in ``Changes.freed``."""
 
     @abstractmethod
     async def commit(self, changes: Changes) -> None:
-        """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept), OutcomeUnknown or
-        StateLost; the engine undoes the changes after the first, and calls ``reload`` after the others and wherever
-        the store is shared. Once the changes are durable it raises nothing."""
+        """Make changes durable, in the order of the calls. Raises StoreFailure (nothing kept),
+        OutcomeUnknown or StateLost. The engine undoes the changes after the first, and calls
+        ``reload`` after the others and whenever the store is shared. Raises nothing once the
+        changes are durable."""
 
     @abstractmethod
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Return the bytes of staged payloads, checked against their CRC. Raises PayloadLost, and StoreFailure where
-        they cannot be read at present."""
+        """Return the bytes of staged payloads, checked against their CRC. Raises PayloadLost, and
+        StoreFailure if they cannot be read now."""
 
-    async def compact(self, live: Iterable[Payload], ended: Mapping[int, SegmentFile]) -> int:
-        """Give back the room of all but the ``live`` payloads in those of the ``ended`` files that are mostly empty;
-        return how many bytes. ``live`` has to be all that any commit may have kept; a thread walks through it. Raises
-        StoreFailure."""
+    async def compact(self, live: Iterable[Payload], closed_files: Mapping[int, SegmentFile]) -> int:
+        """Free the space of all payloads except ``live`` in those of the ``closed_files`` that are
+        mostly empty, and return the number of bytes. ``live`` must contain every payload that any
+        commit may have kept; a thread iterates over it. Raises StoreFailure."""
         raise AssertionError(f"{self.name} has no files")
 
     async def begin(self) -> list[Changes]:
-        """Take the write lock of a shared store; return what others committed since the last call. Raises StateLost,
-        StoreFailure."""
+        """Take the write lock of a shared store and return what others committed since the last
+        call. Raises StateLost, StoreFailure."""
         raise AssertionError(f"one server has {self.name} for itself")
 
     async def abandon(self) -> None:
-        """Give up the write lock of a shared store without a commit."""
+        """Release the write lock of a shared store without a commit."""
         raise AssertionError(f"one server has {self.name} for itself")
 
     async def follow(self) -> list[Changes]:
-        """Return what others committed to a shared store since the last call, without the lock. Raises as ``begin``."""
+        """Return what others committed to a shared store since the last call, without the lock.
+        Raises like ``begin``."""
         raise AssertionError(f"one server has {self.name} for itself")
 
     @abstractmethod
     async def reload(self) -> Snapshot:
-        """Return everything that was committed to a store that is open. Raises StoreFailure."""
+        """Return everything that was committed to an open store. Raises StoreFailure."""
 
     def now(self) -> float | None:
-        """Return the time, in seconds since 1970, that all servers of a shared store go by; None where there is but
-        one server."""
+        """Return the common time of all servers of a shared store, in seconds since 1970; None for
+        a store with one server."""
         return None
 
     def take_loss(self) -> str:
-        """Describe what the medium has forgotten of what this server knows to be committed; each loss is reported once.
-        An empty text means that no loss is known."""
+        """Return a description of committed data that the medium lost; each loss is reported once.
+        "" if no loss is known."""
         return ""
 
     @abstractmethod

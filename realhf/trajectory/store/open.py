@@ -1,5 +1,5 @@
-"""Finds the store that an address means: ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``; the one in memory is
-here."""
+"""Store lookup by address, ``sqlite:DIR``, ``memory`` or ``redis://host:port/db``, and the store in
+memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from realhf.trajectory.store.sqlite import SqliteStore
 
 
 def open_store(url: str, *, durable: bool = False) -> Store:
-    """Make the store without opening it. Raises ValueError for an address of no known form, or a Redis without
-    the ``redis`` package."""
+    """Return the store for an address without opening it. Raises ValueError for an unknown form of
+    address, or for Redis without the ``redis`` package."""
     if url == "memory":
         return MemoryStore()
     if url.startswith("sqlite:") and url != "sqlite:":
@@ -32,23 +32,23 @@ def open_store(url: str, *, durable: bool = False) -> Store:
 
 
 class MemoryStore(Store):
-    """Keeps everything in memory: it is lost with the process."""
+    """Store in memory; it is lost with the process."""
 
     name = "memory"
 
     async def open(self) -> Snapshot:
-        """Return nothing: the store is new."""
+        """Return an empty snapshot: the store is new."""
         return empty_snapshot()
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        """Return the payloads themselves."""
+        """Return the payloads themselves as references."""
         return list(payloads)
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """Do nothing: the bytes go with their last holder."""
+        """Do nothing: the bytes are freed with their last reference."""
 
     async def commit(self, changes: Changes) -> None:
-        """Do nothing: the state in memory is all there is."""
+        """Do nothing: the state in memory is the only copy."""
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
         """Return the payloads, which are their own references."""

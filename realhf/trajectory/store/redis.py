@@ -1,9 +1,10 @@
-"""Shares the state between several servers: tables, payloads and a log of changes in one Redis.
+"""Shared store for several servers: tables, payloads and a log of changes in one Redis.
 
-A round takes a lock with a fencing token, reads the log entries that it has not seen, and commits rows and its own log
-entry in one script that checks the token. A server that lost the lock writes nothing. How much survives the loss of
-Redis itself is Redis's own configuration (append-only file); a server that was there before notices what is missing. No
-unique number is counted in Redis, which may have forgotten the count. Source: docs/reference/trajectory.md 3.11.
+A round takes a lock with a fencing token, reads the log entries that it has not seen, and commits
+rows and its own log entry in one script that checks the token. A server that lost the lock writes
+nothing. How much survives the loss of Redis depends on Redis's own configuration (append-only
+file); a server that was running before notices what is missing. No unique number is counted in
+Redis, which may lose the count. Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -40,54 +41,55 @@ from realhf.trajectory.store.base import (
 )
 
 LOCK_MS = 3000
-"""Milliseconds after which the write lock of a server that hangs ends by itself."""
+"""Milliseconds after which the write lock of a hanging server expires."""
 LOCK_DEADLINE_S = 10.0
-"""How long a round waits for the write lock."""
+"""Seconds that a round waits for the write lock."""
 LOG_LENGTH = 10_000
-"""Number of commits kept in the log; a server that lags further behind loads everything anew."""
+"""Commits kept in the log; a server that lags further behind reloads everything."""
 STAGED_EXPIRE_S = 600
-"""Seconds after which a payload whose commit never came expires."""
+"""Seconds after which a staged payload without a commit expires."""
 _REF_BITS = 24
-"""Width of the count in a payload number, in bits; a random number of 38 bits per server stands before it."""
+"""Bits of the counter in a payload number, below a random prefix of 38 bits per server."""
 _STAGE_ATTEMPTS = 3
-"""How often payload numbers are drawn, anew whenever one is taken, before staging fails."""
+"""Attempts with new payload numbers, if one is taken, before staging fails."""
 _BROKEN = (RedisConnectionError, RedisTimeoutError, OSError, RuntimeError)
-"""Errors that mean a broken connection. uvloop reports a connection that was closed meanwhile as a RuntimeError, and
-the client passes that on."""
+"""Errors that mean a broken connection. uvloop reports a connection that was closed by the peer as
+a RuntimeError, and the client passes that on."""
 _FAILED = (RedisError, *_BROKEN)
 
-# Redis without memory refuses a script whose first write may take some, and lets one go on whose first write takes
-# none: so pulls and acknowledgements, which free much, still work.
-_ALSO_WHEN_FULL = "redis.call('PERSIST', KEYS[2])"
-# Returns the mark of this Redis' data, which the first server makes, version and token of the last commit, the entry of
-# commit ARGV[2], and the rows of the tables, all of one moment. It is no transaction: those queue nothing then.
+# When Redis is out of memory, it refuses a script whose first write may allocate memory. This first write allocates
+# none, so pulls and acknowledgements, which free memory, still work.
+_ALLOW_WHEN_FULL = "redis.call('PERSIST', KEYS[2])"
+# Returns, atomically: the id of this Redis' data (created by the first server), version and token of the last commit,
+# the entry of commit ARGV[2], and the rows of the tables. Not a MULTI transaction, because Redis without free memory
+# queues no commands.
 _LOAD = f"""
-{_ALSO_WHEN_FULL}
+{_ALLOW_WHEN_FULL}
 redis.call('SET', KEYS[5], ARGV[1], 'NX')
 local known = redis.call('XRANGE', KEYS[3], ARGV[2] .. '-0', '+', 'COUNT', 1)
 local tables = {{}}
 for i = 6, #KEYS do tables[i - 5] = redis.call('HVALS', KEYS[i]) end
 return {{redis.call('GET', KEYS[5]), redis.call('GET', KEYS[2]), redis.call('GET', KEYS[4]), known, tables}}
 """
-# Returns what was logged after the commit of number ARGV[1], which server made that one, and the time: the servers'
-# clocks may differ, so none of them goes by its own.
+# Returns the log after commit ARGV[1], the token of that commit, and the time of Redis, which all servers use because
+# their own clocks may differ.
 _FOLLOW = """
 local known = redis.call('XRANGE', KEYS[3], ARGV[1] .. '-0', ARGV[1] .. '-0')
 local by = known[1] and known[1][2][2] or ''
 local log = redis.call('XRANGE', KEYS[3], string.format('%d-0', ARGV[1] + 1), '+')
 return {redis.call('TIME'), redis.call('GET', KEYS[2]) or '0', redis.call('GET', KEYS[4]) or '', by, log}
 """
-# Does the same under the lock, which it takes: ARGV[2] is the token, ARGV[3] the milliseconds.
+# The same after taking the lock: ARGV[2] is the token, ARGV[3] its expiry in milliseconds.
 _BEGIN = f"""
-{_ALSO_WHEN_FULL}
+{_ALLOW_WHEN_FULL}
 if not redis.call('SET', KEYS[1], ARGV[2], 'NX', 'PX', ARGV[3]) then return false end
 {_FOLLOW}"""
-# Commits under the lock: checks that new payloads are there and keeps them, writes and deletes rows, deletes payloads,
+# Commits under the lock: checks that new payloads exist and persists them, writes and deletes rows, deletes payloads,
 # appends the log entry, and releases the lock. ARGV: token, log entry, prefix, log length, cleared, then counted lists
-# of new refs, (table, key, row), (table, key), freed refs. Returns 0 when the lock was lost and -1 when a payload is no
-# longer there; then nothing is written.
+# of new refs, (table, key, row), (table, key), freed refs. Returns 0 when the lock was lost and -1 when a payload has
+# expired; then nothing is written.
 _COMMIT = (
-    f"if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end {_ALSO_WHEN_FULL}"
+    f"if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end {_ALLOW_WHEN_FULL}"
     + """
 local prefix, at = ARGV[3], 6
 for i = 1, tonumber(ARGV[6]) do
@@ -116,7 +118,7 @@ redis.call('DEL', KEYS[1])
 return version
 """
 )
-# Releases the lock if it is still ours, and looks whether our commit is in the log.
+# Releases the lock if it is still ours, and returns the log entries among which our commit may be.
 _SETTLE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end
 return redis.call('XRANGE', KEYS[3], ARGV[2], '+')
@@ -124,14 +126,16 @@ return redis.call('XRANGE', KEYS[3], ARGV[2], '+')
 
 
 class LogEntry(msgspec.Struct, array_like=True):
-    """Is one commit as the other servers read it: rows are encoded records, None where deleted."""
+    """One commit in the log of changes."""
 
     cleared: bool
+    """Whether all tables were emptied first."""
     rows: list[tuple[str, Key, bytes | None]]
+    """(table, key, encoded record or None for a deleted row)."""
 
 
 class RedisStore(Store):
-    """Shares the state of one of several servers over the Redis at ``url``; ``?prefix=name`` keeps runs apart."""
+    """Store for several servers in the Redis at ``url``; ``?prefix=name`` separates runs."""
 
     shared = True
 
@@ -143,7 +147,7 @@ class RedisStore(Store):
             raise ValueError(f"unknown option {next(iter(query))!r}; known is prefix")
         self._url = urlunsplit(parts._replace(query=""))
         self.name = f"{parts.scheme}://{parts.hostname or parts.path}:{parts.port or 6379}"
-        # A client that repeated a commit by itself would find the lock gone, and report a commit as lost that was made.
+        # No automatic retries: a repeated commit would find the lock gone and be reported as lost although it was made.
         self._redis: Redis = Redis.from_url(
             self._url, socket_timeout=5, socket_connect_timeout=2, retry=Retry(NoBackoff(), 0)
         )
@@ -155,7 +159,7 @@ class RedisStore(Store):
         self._last = b""
         self._refs = _new_refs()
         self._staged: set[PayloadRef] = set()
-        self._born = b""
+        self._data_id = b""
         self._loss = ""
         self._decoders = {table: msgspec.msgpack.Decoder(kind) for table, kind in TABLES.items()}
 
@@ -164,17 +168,20 @@ class RedisStore(Store):
         return await self.reload()
 
     async def reload(self) -> Snapshot:
-        """Read everything at one moment, and notice what Redis has lost since the last time."""
+        """Read everything atomically, and detect what Redis has lost since the last time."""
         keys = [*self._keys, f"{self._prefix}:born", *map(self._table, TABLES)]
         try:
             born, version, last, known, tables = await self._redis.eval(
                 _LOAD, len(keys), *keys, uuid.uuid4().hex, self._version
             )
         except _FAILED as error:
-            raise await self._refused(error) from error
-        version, last = int(version or 0), last or b""
-        self._loss = self._loss or self._missing(born, version, last, known)
-        self._born, self._version, self._last = born, version, last
+            raise await self._convert_error(error) from error
+        version = int(version or 0)
+        last = last or b""
+        self._loss = self._loss or self._find_loss(born, version, last, known)
+        self._data_id = born
+        self._version = version
+        self._last = last
         try:
             return {
                 table: [self._decoders[table].decode(row) for row in rows]
@@ -186,20 +193,21 @@ class RedisStore(Store):
             ) from error
 
     def now(self) -> float:
-        """Return the time of Redis, as the last ``begin`` or ``follow`` read it; it never goes back."""
+        """Return the time of Redis at the last ``begin`` or ``follow``; it never decreases."""
         return self._now
 
     def take_loss(self) -> str:
-        """Describe what Redis has forgotten, once."""
-        loss, self._loss = self._loss, ""
+        """Return a description of what Redis lost, once."""
+        loss = self._loss
+        self._loss = ""
         return loss
 
-    def _missing(self, born: bytes, version: int, last: bytes, known: Sequence[Any]) -> str:
-        """Describe what Redis has forgotten of the commits that this server knows of; ``known``: the log from the last
-        of them on, if it is still there."""
-        if not self._born:
+    def _find_loss(self, born: bytes, version: int, last: bytes, known: Sequence[Any]) -> str:
+        """Return a description of known commits that Redis lost. ``known``: the log from the last
+        known commit on, if it is still there."""
+        if not self._data_id:
             return ""
-        if born != self._born:
+        if born != self._data_id:
             return "Redis came back without its data"
         if version < self._version:
             return f"Redis went back from commit {self._version} to {version}"
@@ -211,7 +219,7 @@ class RedisStore(Store):
         return "" if same else f"Redis went back behind commit {self._version}, and others took its number"
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        """Write payloads that expire. A number that any server has used is never written over."""
+        """Write payloads that expire. A number that any server has used is never overwritten."""
         for _ in range(_STAGE_ATTEMPTS):
             refs = [next(self._refs) for _ in payloads]
             try:
@@ -222,21 +230,21 @@ class RedisStore(Store):
                         self._staged.update(refs)
                         return [*refs]
             except _FAILED as error:
-                raise await self._refused(error) from error
+                raise await self._convert_error(error) from error
             self._refs = _new_refs()
         raise StoreFailure(f"{self.name}: no free payload numbers in {_STAGE_ATTEMPTS} attempts")
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """Do nothing: staged payloads expire by themselves."""
+        """Do nothing: staged payloads expire."""
         self._staged.difference_update(refs)
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
         """Return payloads, checked."""
         try:
-            found = await self._redis.mget([self._payload(payload.ref) for payload in payloads]) if payloads else []
+            values = await self._redis.mget([self._payload(payload.ref) for payload in payloads]) if payloads else []
         except _FAILED as error:
             raise self._failure(error) from error
-        whole = [data if isinstance(data, bytes) else b"" for data in found]
+        whole = [data if isinstance(data, bytes) else b"" for data in values]
         lost = [
             payload.ref for payload, data in zip(payloads, whole, strict=True) if isal_zlib.crc32(data) != payload.crc
         ]
@@ -245,14 +253,14 @@ class RedisStore(Store):
         return whole
 
     async def begin(self) -> list[Changes]:
-        """Take the lock, with a new fencing token."""
+        """Take the lock with a new fencing token."""
         deadline = process_clock.now() + LOCK_DEADLINE_S
         self._token = uuid.uuid4().hex.encode()
         while True:
             answer = await self._run(_BEGIN, self._version, self._token, LOCK_MS)
             if answer:
                 try:
-                    return self._seen(*answer)
+                    return self._parse_log(*answer)
                 except StateLost:
                     await self.abandon()
                     raise
@@ -262,7 +270,7 @@ class RedisStore(Store):
 
     async def follow(self) -> list[Changes]:
         """Read the log."""
-        return self._seen(*await self._run(_FOLLOW, self._version))
+        return self._parse_log(*await self._run(_FOLLOW, self._version))
 
     async def abandon(self) -> None:
         """Release the lock."""
@@ -277,7 +285,7 @@ class RedisStore(Store):
         entry = msgspec.msgpack.encode(LogEntry(changes.cleared, rows))
         puts = [(table, key, row) for table, key, row in rows if row is not None]
         deletes = [(table, key) for table, key, row in rows if row is None]
-        new = self._staged.intersection(_referred(changes))
+        new = self._staged.intersection(_payload_refs(changes))
         lists: list[Any] = []
         for items in ([(ref,) for ref in new], puts, deletes, [(ref,) for ref in changes.freed]):
             lists += [len(items), *(value for item in items for value in item)]
@@ -290,7 +298,8 @@ class RedisStore(Store):
             raise StoreFailure(f"{self.name}: a payload of this push is no longer there")
         if not version:
             raise StateLost(f"{self.name}: the write lock ran out before the commit")
-        self._version, self._last = version, self._token
+        self._version = version
+        self._last = self._token
         self._staged -= new
         self._staged.difference_update(changes.freed)
 
@@ -299,8 +308,9 @@ class RedisStore(Store):
         await self._redis.aclose()
 
     async def _settle(self) -> int:
-        """Find out whether the commit was made when the connection broke during it. Afterwards it cannot be made any
-        more, because the lock is gone. Raises OutcomeUnknown while Redis is away."""
+        """Find out whether the commit was made when the connection broke during it, and return its
+        version or 0. Afterwards it cannot be made any more, because the lock is released. Raises
+        OutcomeUnknown while Redis is away."""
         try:
             entries = await self._run(_SETTLE, self._token, f"{self._version + 1}-0", repeat=True)
         except StoreFailure as error:
@@ -324,18 +334,19 @@ class RedisStore(Store):
             except NoScriptError as error:
                 raise StateLost(f"{self.name} was restarted: {error}") from error
             except RedisError as error:
-                raise await self._refused(error) from error
+                raise await self._convert_error(error) from error
         raise AssertionError("unreachable")
 
-    def _seen(
+    def _parse_log(
         self, at: Sequence[bytes], version: bytes, last: bytes, by: bytes, entries: Sequence[Any]
     ) -> list[Changes]:
-        """Return the changes of log entries that follow what is known. Raises StateLost where some are missing, or
-        where Redis lost commits and others took their numbers; ``by``: the token of the last commit that is known."""
+        """Return the changes of the log entries after the last known commit. Raises StateLost if
+        some are missing, or if Redis lost commits and others took their numbers. ``by``: the token
+        of the last known commit."""
         self._now = max(self._now, int(at[0]) + int(at[1]) / 1e6)
         if self._version and by != self._last:
             raise StateLost(f"{self.name}: commit {self._version} is no longer in the log, or is another one")
-        found = []
+        changes = []
         for name, fields in entries:
             number = _number(name)
             if number != self._version + 1:
@@ -346,14 +357,15 @@ class RedisStore(Store):
                 (table, key): None if row is None else self._decoders[table].decode(row)
                 for table, key, row in entry.rows
             }
-            found.append(Changes(rows=rows, cleared=entry.cleared))
-            self._version, self._last = number, read[b"t"]
+            changes.append(Changes(rows=rows, cleared=entry.cleared))
+            self._version = number
+            self._last = read[b"t"]
         if (self._version, self._last) != (int(version), last):
             raise StateLost(
                 f"{self.name} is at version {int(version)}, this server at {self._version} or at another "
                 "one of that number"
             )
-        return found
+        return changes
 
     def _table(self, table: str) -> str:
         return f"{self._prefix}:t:{table}"
@@ -361,8 +373,9 @@ class RedisStore(Store):
     def _payload(self, ref: PayloadRef) -> str:
         return f"{self._prefix}:p:{ref}"
 
-    async def _refused(self, error: Exception) -> StoreFailure:
-        """Leave connections to a Redis that was a master and is a replica now: the address may lead to the new one."""
+    async def _convert_error(self, error: Exception) -> StoreFailure:
+        """Return the StoreFailure for an error. If Redis has become a replica, also close its
+        connections, because the address may lead to the new master."""
         if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
             await self._redis.connection_pool.disconnect()
             return StoreFailure(f"{self.name}: it is a replica now, and the next try connects anew ({error})")
@@ -372,7 +385,7 @@ class RedisStore(Store):
         return StoreFailure(f"{self.name}: {error}")
 
 
-def _referred(changes: Changes) -> Iterator[PayloadRef]:
+def _payload_refs(changes: Changes) -> Iterator[PayloadRef]:
     """Yield the payloads that the rows refer to."""
     for record in changes.rows.values():
         if isinstance(record, GroupRecord):
@@ -382,17 +395,17 @@ def _referred(changes: Changes) -> Iterator[PayloadRef]:
 
 
 def _new_refs() -> Iterator[int]:
-    """Yield payload numbers that no other server, and no earlier process of this one, uses."""
+    """Yield payload numbers that no other server and no earlier process of this one uses."""
     return itertools.count(secrets.randbits(62 - _REF_BITS) << _REF_BITS)
 
 
 def _number(name: bytes) -> int:
-    """Return the commit of a log entry; -1 for none."""
+    """Return the commit number of a log entry; -1 for none."""
     return int(bytes(name).partition(b"-")[0] or -1)
 
 
 class _ReplyLost(Exception):
-    """Is raised when a commit was sent and no answer came."""
+    """A commit was sent and no answer came."""
 
 
 def _fields(pairs: Any) -> dict[bytes, bytes]:

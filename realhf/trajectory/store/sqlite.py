@@ -1,12 +1,13 @@
-"""Implements the embedded store: rows in one SQLite file in WAL mode, payloads in segment files beside it.
+"""Embedded store: rows in one SQLite file in WAL mode, payloads in segment files next to it.
 
-A commit is one transaction, after the payloads it refers to were written. It survives the death of the process; with
-``durable`` also that of the machine. Without a flush a small transaction takes some 30 microseconds, less than a switch
-to another thread, so it runs on the event loop. Payloads, large transactions and checkpoints, which may wait for the
-disk, go to the writer thread.
+A commit is one transaction, after the payloads it refers to were written. It survives the death of
+the process, and with ``durable`` a crash of the machine. Without a flush a small transaction takes
+about 30 microseconds, less than a thread switch, so it runs on the event loop. Payloads, large
+transactions and checkpoints, which may wait for the disk, run on the writer thread.
 
-What is kept must also come out of a full disk: pushes are refused while there is still room for the rows of pulls and
-acknowledgements, and a ballast file is given up when even those find none. Source: docs/reference/trajectory.md 3.11.
+A full disk must stay drainable: pushes are refused while there is still space for the rows of pulls
+and acknowledgements, and a ballast file is deleted when even those do not fit. Source:
+docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from realhf.trajectory.records import (
     Place,
     Record,
     RunRecord,
-    place_of,
+    table_and_key,
 )
 from realhf.trajectory.store.base import (
     Changes,
@@ -54,32 +55,38 @@ from realhf.trajectory.store.segments import SEGMENT_BYTES, SegmentFile, Segment
 logger = logging.getLogger(__name__)
 _INTEGER_KEYS = ("envs", "groups")
 _INLINE_ROWS = 100
-"""Number of rows up to which a transaction runs on the event loop."""
+"""Most rows of a transaction that runs on the event loop."""
 _INLINE_BYTES = 256 << 10
-"""Size of payloads up to which they are written on the event loop."""
+"""Most payload bytes that are written on the event loop."""
 _CHECKPOINT_BYTES = 8 << 20
-"""Size of the log of changes from which it is merged into the database."""
+"""Size of the write-ahead log at which it is merged into the database."""
 _LOGGED_BYTES_PER_ROW = 4096
-"""Bytes that a row adds to the log: one page of the database."""
+"""Bytes that a row adds to the write-ahead log: one page of the database."""
 _WAIT_FOR_CHECKPOINT_BYTES = 128 << 20
-"""Size of the log of changes from which it is merged before the next commit."""
+"""Size of the write-ahead log at which it is merged before the next commit."""
 _FORMAT = 1
-"""Version of the tables: since 1 every row begins with a checksum of its table, its key and itself."""
-_RESERVE_BYTES, _RESERVE_SHARE = 64 << 20, 16
-"""Room on the disk below which pushes are refused, at most, and that share of a small disk."""
-_BALLAST_BYTES, _BALLAST_SHARE = 16 << 20, 32
-"""Size of the ballast file, likewise."""
+"""Version of the tables. Since version 1 every row starts with a checksum of its table, its key and
+itself."""
+_RESERVE_BYTES = 64 << 20
+_RESERVE_SHARE = 16
+"""Free space below which pushes are refused: at most _RESERVE_BYTES, and at most one part in
+_RESERVE_SHARE of the disk."""
+_BALLAST_BYTES = 16 << 20
+_BALLAST_SHARE = 32
+"""Size of the ballast file, limited in the same way."""
 _MOST_UNREADABLE = 20
-"""Number of groups after which the check at the start gives up on a disk that cannot be read."""
-_LOOK_EVERY_S, _LOOK_EVERY_BYTES = 0.05, 4 << 20
-"""Time and bytes of pushes after which it is looked again how much room there is."""
+"""Unreadable groups after which the check at the start gives up."""
+_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_BYTES = 4 << 20
+"""Seconds and pushed bytes after which the free space is checked again."""
 _CHECKED_BYTES = 64 << 20
-"""How many bytes of payloads at the end of what was written are checked when the store opens; the others are checked
+"""Payload bytes at the end of the data that are checked when the store opens; others are checked
 when they are read."""
 
 
 class SqliteStore(Store):
-    """Keeps one folder, locked to one process. ``durable``: every commit reaches the disk before it returns."""
+    """Store in one folder, locked by one process. ``durable``: every commit reaches the disk before
+    it returns."""
 
     def __init__(self, folder: Path, *, durable: bool = False, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.name = f"sqlite:{folder}"
@@ -93,10 +100,11 @@ class SqliteStore(Store):
         self._checkpoint: asyncio.Future[None] | None = None
         self._has_ballast = False
         self._loss = ""
-        self._room, self._look_again_at = 0, 0.0
+        self._room = 0
+        self._next_check_at = 0.0
 
     async def open(self) -> Snapshot:
-        """Lock the folder and read everything back. Raises StoreFailure."""
+        """Lock the folder and restore the data. Raises StoreFailure."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -116,29 +124,30 @@ class SqliteStore(Store):
             snapshot = await self._on_writer(self._load)
         except (OSError, sqlite3.Error) as error:
             raise StoreFailure(f"{self.name}: {error}") from error
-        self._segments.recount(_payloads(snapshot))
+        self._segments.recount(_referenced_payloads(snapshot))
         return snapshot
 
     async def stage(self, payloads: Sequence[bytes]) -> list[PayloadRef]:
-        """Put payloads into the files. Raises StoreFailure when the disk would be too full for what has to follow."""
+        """Assign payloads to files. Raises StoreFailure when the disk would become too full for
+        later commits."""
         self._refuse_when_full(sum(map(len, payloads)))
         return list(self._segments.stage(payloads))
 
     async def unstage(self, refs: Sequence[PayloadRef]) -> None:
-        """Take payloads out of the files again."""
+        """Remove staged payloads from the files."""
         self._segments.unstage(ref for ref in refs if isinstance(ref, int))
 
     async def commit(self, changes: Changes) -> None:
-        """Write the payloads, then the rows. Raises StoreFailure, and then nothing of the commit is kept, or
-        OutcomeUnknown. After the rows comes housekeeping, whose failure does not fail the commit."""
+        """Write the payloads, then the rows. Raises StoreFailure if nothing of the commit was kept,
+        or OutcomeUnknown. Housekeeping after the rows cannot fail the commit."""
         staged = self._segments.waiting()
         error = await self._attempt(staged, changes)
         if error is not None and _is_full(error) and await self._on_writer(self._make_room):
             error = await self._attempt(staged, changes)
         if error is not None:
             raise StoreFailure(f"{self.name}: {error}") from error
-        self._segments.written(staged)
-        self._segments.kept(_new_payloads(changes))
+        self._segments.drop_written(staged)
+        self._segments.mark_live(_new_payloads(changes))
         empty = self._segments.free(ref for ref in changes.freed if isinstance(ref, int))
         if empty:
             self._writer.submit(self._remove, empty)
@@ -166,36 +175,39 @@ class SqliteStore(Store):
         return None
 
     async def _was_kept(self, changes: Changes, error: Exception) -> bool:
-        """Look in the database itself whether a transaction that failed was made after all. Raises OutcomeUnknown."""
+        """Return whether a failed transaction was committed after all, according to the database.
+        Raises OutcomeUnknown."""
         try:
-            return await self._on_writer(self._holds, changes)
+            return await self._on_writer(self._is_committed, changes)
         except (OSError, sqlite3.Error) as unknown:
             raise OutcomeUnknown(f"{self.name}: {error}; then, looking what was kept: {unknown}") from unknown
 
     async def read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        """Return the bytes of payloads, checked. Raises PayloadLost only for bytes that were read and are others than
-        were written, and StoreFailure where they cannot be read at present."""
+        """Return the bytes of payloads, checked. Raises PayloadLost only for bytes that were read
+        and differ from what was written, and StoreFailure if they cannot be read now."""
         return await asyncio.to_thread(self._read, payloads)
 
-    async def compact(self, live: Iterable[Payload], ended: Mapping[int, SegmentFile]) -> int:
-        """Make holes in the files, one file after the other so that commits get their turn."""
+    async def compact(self, live: Iterable[Payload], closed_files: Mapping[int, SegmentFile]) -> int:
+        """Punch holes into the files, one file at a time so that commits get their turn."""
         freed = 0
         try:
-            for number, file, gaps in await asyncio.to_thread(lambda: list(sparse_files(live, ended))):
-                freed += await self._on_writer(self._segments.give_back, number, file, gaps)
+            for number, file, gaps in await asyncio.to_thread(lambda: list(sparse_files(live, closed_files))):
+                freed += await self._on_writer(self._segments.punch_holes, number, file, gaps)
         except OSError as error:
             raise StoreFailure(f"{self.name}: {error}") from error
         return freed
 
     def take_loss(self) -> str:
-        """Describe a loss. Rows of groups and leases that are damaged are logged; the run itself is a loss."""
-        loss, self._loss = self._loss, ""
+        """Return a description of a loss. Damaged rows of groups and leases are only logged; a
+        damaged run record is a loss."""
+        loss = self._loss
+        self._loss = ""
         return loss
 
     async def close(self) -> None:
         """Close database and files. The lock of the folder is released last."""
         await self._on_writer(self._close_database)
-        await self._on_writer(self._drop_needless_ballast)
+        await self._on_writer(self._drop_spare_ballast)
         await asyncio.to_thread(self._writer.shutdown)
         self._segments.close()
         if self._lock is not None:
@@ -223,18 +235,18 @@ class SqliteStore(Store):
         return self._folder / "ballast"
 
     def _refuse_when_full(self, nbytes: int) -> None:
-        """Raise StoreFailure for a push that would leave too little room on the disk for the way out of it."""
+        """Raise StoreFailure for a push that would leave too little free space to drain the store."""
         self._room -= nbytes
-        if self._room > 0 and process_clock.now() < self._look_again_at:
+        if self._room > 0 and process_clock.now() < self._next_check_at:
             return
         free, total = self._disk()
         reserve = min(_RESERVE_BYTES, total // _RESERVE_SHARE)
         self._room = min(_LOOK_EVERY_BYTES, free - self._segments.waiting_bytes - nbytes - reserve)
-        self._look_again_at = process_clock.now() + _LOOK_EVERY_S
+        self._next_check_at = process_clock.now() + _LOOK_EVERY_S
         self._segments.tight = self._room < 0
         if self._segments.tight:
             self._writer.submit(self._remove, self._segments.end_active())
-            self._writer.submit(self._segments.give_up_spares)
+            self._writer.submit(self._segments.delete_spares)
             raise StoreFailure(
                 f"{self.name}: the disk has {free >> 20} MiB left, and {reserve >> 20} MiB are kept for pulls and "
                 "acknowledgements; pushes are refused until there is room"
@@ -244,15 +256,15 @@ class SqliteStore(Store):
             self._writer.submit(self._take_ballast, min(_BALLAST_BYTES, total // _BALLAST_SHARE))
 
     def _disk(self) -> tuple[int, int]:
-        """Return the bytes that are free on the disk, and its size."""
+        """Return the free bytes and the size of the disk."""
         try:
-            found = os.statvfs(self._folder)
+            stats = os.statvfs(self._folder)
         except OSError as error:
             raise StoreFailure(f"{self.name}: {error}") from error
-        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        return stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
 
     def _take_ballast(self, nbytes: int) -> None:
-        """Occupy room that a full disk can be drained with."""
+        """Reserve space with which a full disk can be drained."""
         try:
             with self._ballast.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -260,24 +272,25 @@ class SqliteStore(Store):
             logger.warning("%s: no ballast of %d MiB: %s", self.name, nbytes >> 20, error)
             self._ballast.unlink(missing_ok=True)
 
-    def _drop_needless_ballast(self) -> None:
-        """Leave no ballast behind where there is room without it, so that it need not be taken again in need."""
+    def _drop_spare_ballast(self) -> None:
+        """Delete the ballast file if there is enough free space without it."""
         with suppress(OSError, StoreFailure):
             free, total = self._disk()
             if free > 4 * min(_RESERVE_BYTES, total // _RESERVE_SHARE):
                 self._ballast.unlink(missing_ok=True)
 
     def _make_room(self) -> bool:
-        """Give up everything that is not needed; return whether there was anything."""
-        had_ballast, self._has_ballast = self._ballast.exists(), False
+        """Delete everything that is held in reserve; return whether there was anything."""
+        had_ballast = self._ballast.exists()
+        self._has_ballast = False
         self._ballast.unlink(missing_ok=True)
-        found = self._segments.give_up_spares() or had_ballast
-        if found:
+        freed_any = self._segments.delete_spares() or had_ballast
+        if freed_any:
             logger.warning("%s: the disk is full; what was kept in reserve is used to drain it", self.name)
         if self._database is not None:
             with suppress(sqlite3.Error):
                 self._run_checkpoint("TRUNCATE")
-        return found
+        return freed_any
 
     def _connect(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._folder / "state.sqlite", isolation_level=None, check_same_thread=False)
@@ -308,14 +321,15 @@ class SqliteStore(Store):
         return database
 
     def _load(self) -> Snapshot:
-        """Read all rows. Damaged ones are moved aside, into the table ``damaged``, for a person to look at."""
+        """Read all rows. Damaged rows are moved to the table ``damaged`` for inspection."""
         self._close_database()
         self._database = self._connect()
-        snapshot, damaged = empty_snapshot(), list[tuple[str, Any, Any]]()
+        snapshot = empty_snapshot()
+        damaged = list[tuple[str, Any, Any]]()
         for table, kind in TABLES.items():
             decoder = msgspec.msgpack.Decoder(kind)
             for key, row in self._database.execute(f'SELECT key, row FROM "{table}"'):
-                record = _unsealed(table, key, row, decoder)
+                record = _unseal(table, key, row, decoder)
                 if record is None:
                     damaged.append((table, key, row))
                 else:
@@ -336,24 +350,26 @@ class SqliteStore(Store):
         snapshot = self._load()
         assert self._database is not None
         (set_aside,) = self._database.execute("SELECT count(*) FROM damaged").fetchone()
-        self._segments.restore(list(_payloads(snapshot)), keep_unused=set_aside > 0)
-        changes = _repairs(snapshot, self._torn(snapshot))
+        self._segments.restore(list(_referenced_payloads(snapshot)), keep_unused=set_aside > 0)
+        changes = _build_repairs(snapshot, self._find_torn(snapshot))
         if not changes:
             return snapshot
         self._write(changes)
         return self._load()
 
-    def _torn(self, snapshot: Snapshot) -> set[int]:
-        """Return the groups whose payload is not what was written. After the loss of power without ``durable`` the
-        newest ones may not have reached the disk, so those are read."""
+    def _find_torn(self, snapshot: Snapshot) -> set[int]:
+        """Return the ids of groups whose payload differs from what was written. After a power loss
+        without ``durable`` the newest payloads may not have reached the disk, so those are read."""
         groups = sorted(
             (record for record in snapshot["groups"] if isinstance(record, GroupRecord)),
             key=lambda group: ref_of(group.payload),
             reverse=True,
         )
-        torn, seen, unreadable = set(), 0, 0
+        torn = set()
+        seen = 0
+        unreadable = 0
         for group in groups:
-            if not self._segments.holds(group.payload):
+            if not self._segments.contains(group.payload):
                 torn.add(group.id)
             elif seen < _CHECKED_BYTES:
                 seen += group.payload.nbytes
@@ -370,7 +386,8 @@ class SqliteStore(Store):
         return torn
 
     async def _merge_log(self) -> None:
-        """Merge the log into the database now and then, beside the commits that follow."""
+        """Merge the write-ahead log into the database now and then, concurrently with later
+        commits."""
         if self._logged < _CHECKPOINT_BYTES or (self._checkpoint is not None and not self._checkpoint.done()):
             return
         size = (self._folder / "state.sqlite-wal").stat().st_size
@@ -421,8 +438,8 @@ class SqliteStore(Store):
                 database.execute("ROLLBACK")
             raise
 
-    def _holds(self, changes: Changes) -> bool:
-        """Return whether all of these changes are in the database, as a new connection finds it."""
+    def _is_committed(self, changes: Changes) -> bool:
+        """Return whether all of these changes are in the database, as seen by a new connection."""
         self._close_database()
         self._database = self._connect()
         for (table, key), record in changes.rows.items():
@@ -437,18 +454,19 @@ class SqliteStore(Store):
         return True
 
     def _read(self, payloads: Sequence[Payload]) -> list[bytes]:
-        found, lost = [], []
+        contents = []
+        lost = []
         for payload in payloads:
             try:
                 data = self._segments.bytes_waiting(ref_of(payload)) or self._segments.read(payload)
             except OSError as error:
                 raise StoreFailure(f"{self.name}: a payload cannot be read now: {error}") from error
-            found.append(data)
+            contents.append(data)
             if isal_zlib.crc32(data) != payload.crc:
                 lost.append(payload.ref)
         if lost:
             raise PayloadLost(self.name, lost)
-        return found
+        return contents
 
     def _close_database(self) -> None:
         if self._database is not None:
@@ -461,11 +479,12 @@ _CRC_BYTES = 4
 
 
 def _seal(table: str, key: Any, row: bytes) -> bytes:
-    """Put a checksum before a row, so that no damaged row, and none under another key, is taken for a record."""
+    """Prefix a row with a checksum, so that a damaged row, or a row under another key, is not taken
+    for a record."""
     return isal_zlib.crc32(row, isal_zlib.crc32(f"{table} {key}".encode())).to_bytes(_CRC_BYTES, "little") + row
 
 
-def _unsealed(table: str, key: Any, row: Any, decoder: msgspec.msgpack.Decoder[Any]) -> Record | None:
+def _unseal(table: str, key: Any, row: Any, decoder: msgspec.msgpack.Decoder[Any]) -> Record | None:
     """Return the record of a row; None for a damaged one."""
     if not isinstance(row, bytes) or _seal(table, key, row[_CRC_BYTES:]) != row:
         return None
@@ -473,21 +492,23 @@ def _unsealed(table: str, key: Any, row: Any, decoder: msgspec.msgpack.Decoder[A
         record = decoder.decode(row[_CRC_BYTES:])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return record if place_of(record) == (table, key) else None
+    return record if table_and_key(record) == (table, key) else None
 
 
 def _is_full(error: Exception) -> bool:
-    """Return whether an error means that the disk has no room."""
+    """Return whether an error means that the disk is full."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
-def _repairs(snapshot: Snapshot, torn: set[int]) -> Changes:
-    """Return what has to change where payloads are damaged or rows are missing, so that everything else is served:
-    damaged groups go to quarantine, the other groups of their batches and sets stand for themselves."""
+def _build_repairs(snapshot: Snapshot, torn: set[int]) -> Changes:
+    """Return the changes that make the remaining data servable after damage: groups with damaged
+    payloads go to quarantine, and the other groups of their batches and bundles become single
+    groups."""
     groups = {group.id: group for group in snapshot["groups"] if isinstance(group, GroupRecord)}
-    changes, leased = Changes(), set[int]()
+    changes = Changes()
+    leased = set[int]()
     for lease in snapshot["leases"]:
         if isinstance(lease, LeaseRecord):
             if torn.isdisjoint(lease.groups) and groups.keys() >= set(lease.groups):
@@ -509,14 +530,15 @@ def _repairs(snapshot: Snapshot, torn: set[int]) -> Changes:
 
 
 def _whole_bundles(groups: Mapping[int, GroupRecord], torn: set[int]) -> set[tuple[int, int]]:
-    """Return the sets of groups that must leave together and are still complete."""
+    """Return the bundles that are still complete."""
     queued = (group for group in groups.values() if group.place is Place.QUEUE and group.id not in torn)
     counts = Counter(group.bundle for group in queued if group.bundle is not None)
     return {bundle for bundle, count in counts.items() if count == bundle[1]}
 
 
-def _payloads(snapshot: Snapshot) -> Iterable[Payload]:
-    """Yield every payload that a record refers to: groups, and the latest example where its group is gone."""
+def _referenced_payloads(snapshot: Snapshot) -> Iterable[Payload]:
+    """Yield every referenced payload: those of all groups, and the latest example if its group is
+    gone."""
     ids = set()
     for group in snapshot["groups"]:
         if isinstance(group, GroupRecord):

@@ -112,5 +112,5 @@ def test_who_may_not_reset_may_go_on():
     registry.register(driver.state, driver.now, REGISTRATION, False, may_reset=False)
     for request, anew in ((REGISTRATION | {"batch_size": 16}, False), (REGISTRATION, True)):
         with pytest.raises(Refusal, match="admin token"):
-            registry.register(driver.state, driver.now, request, False, may_reset=False, anew=anew)
+            registry.register(driver.state, driver.now, request, False, may_reset=False, force_new=anew)
     assert driver.state.waiting_groups == 1

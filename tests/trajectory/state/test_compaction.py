@@ -17,7 +17,7 @@ import pytest
 
 from realhf.trajectory.records import StateOptions
 from realhf.trajectory.state import delivery, push, quarantine, registry, views
-from realhf.trajectory.state.delivery import Batch, PullRequest
+from realhf.trajectory.state.delivery import LeasedBatch, PullRequest
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.maintenance import compact, held_bytes
 from realhf.trajectory.store import segments
@@ -52,7 +52,7 @@ async def consume(engine: Engine, count: int) -> list[bytes]:
     found = []
     for _ in range(count):
         batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
-        assert isinstance(batch, Batch)
+        assert isinstance(batch, LeasedBatch)
         found += await engine.store.read([each.payload for each in batch.groups])
         await engine.write(delivery.ack, batch.lease_id)
     return found
@@ -77,7 +77,7 @@ async def test_one_group_in_each_file_keeps_little_of_them(tmp_path):
     await put(engine, 5000)
     await put(engine, 5001)
     leased = await engine.write(delivery.pull, PullRequest("l", anonymous=False, explicit=True))
-    assert isinstance(leased, Batch)
+    assert isinstance(leased, LeasedBatch)
     await engine.write(delivery.mark_sent, leased)
     before = {key: (each.place, each.order, each.reason) for key, each in engine.state.groups.items()}
     assert disk_bytes(tmp_path) > 8 * held_bytes(engine.state)
@@ -189,7 +189,7 @@ async def test_gaps_without_a_whole_block_are_not_asked_for(tmp_path, monkeypatc
     groups = [incoming(each, 4 if number % 8 == 0 or number >= 2000 else 5) for number, each in enumerate(data)]
     await engine.write(push.push, groups, await engine.store.stage(data), True)
     await engine.write(quarantine.clear)
-    ended = engine.store.files.ended()
+    ended = engine.store.files.closed_files()
     freed = await engine.store.compact([group.payload for group in engine.state.groups.values()], ended)
     assert freed == 1750 * 128
     assert asked == []

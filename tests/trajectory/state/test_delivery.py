@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realhf.trajectory.state import delivery, maintenance
-from realhf.trajectory.state.delivery import Batch, NoBatch, PullRequest
+from realhf.trajectory.state.delivery import LeasedBatch, NoBatch, PullRequest
 from tests.trajectory.driver import Driver, ids, refused, sizes
 
 
@@ -152,10 +152,10 @@ def test_at_most_once_after_a_crash_or_a_silent_client():
     driver.batch("a", sent=False)
     driver.now += 6
     assert isinstance(driver.pull("b"), NoBatch)
-    assert maintenance.due(driver.state, driver.now)
+    assert maintenance.is_due(driver.state, driver.now)
     maintenance.tidy(driver.state, driver.now)
     assert not driver.state.groups
-    assert not maintenance.due(driver.state, driver.now)
+    assert not maintenance.is_due(driver.state, driver.now)
 
 
 def test_strict_anonymous_pulls_are_acknowledged_when_sent():
@@ -198,7 +198,7 @@ def test_a_trainer_without_a_name_gets_none_while_a_batch_is_on_its_way_to_it():
     driver, peer = started(), PullRequest("peer 10.0.0.1")
     driver.push(4, 4)
     batch = delivery.pull(driver.state, driver.now, peer)
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, LeasedBatch)
     ahead = delivery.pull(driver.state, driver.now, peer)
     assert isinstance(ahead, NoBatch) and ahead.holding
     other = delivery.pull(driver.state, driver.now, PullRequest("peer 10.0.0.2"))

@@ -183,9 +183,9 @@ def test_leftovers_of_the_buffer_expire_into_quarantine():
     driver.push(3, env=env)
     driver.now += 90
     driver.push(3, env=env)
-    assert not maintenance.due(driver.state, driver.now)
+    assert not maintenance.is_due(driver.state, driver.now)
     driver.now += 20
-    assert maintenance.due(driver.state, driver.now)
+    assert maintenance.is_due(driver.state, driver.now)
     maintenance.tidy(driver.state, driver.now)
     assert reasons(driver) == {"buffer_leftover_expired": 1}
     assert views.buffers(driver.state, driver.now)["buffers"][0]["groups"] == 1
@@ -291,7 +291,7 @@ def test_payloads_that_are_lost_hold_nobody_up():
     lost = batch.groups[0]
     unique = type(lost.payload)(b"gone", 4, lost.payload.encoding, 7, 0)
     state.put("groups", lost.id, msgspec.structs.replace(lost, payload=unique))
-    delivery.give_up_lost(state, driver.now, batch, frozenset([b"gone"]))
+    delivery.isolate_lost(state, driver.now, batch, frozenset([b"gone"]))
     assert reasons(driver) == {"payload_lost": 1}
     assert sorted(ids(driver.batch())) == sorted([batch.groups[1].id, *(set(state.groups) - set(ids(batch)))])
     assert quarantine.requeue(state, driver.now, [lost.id])["requeued"] == [lost.id], "somebody repaired the disk"
@@ -338,7 +338,7 @@ def test_more_keys_than_are_remembered_forgets_the_oldest():
     maintenance.tidy(driver.state, driver.now)
     assert list(driver.state.replays) == [f"k{number}" for number in range(4, 9)]
     assert driver.state.counters["replays_forgotten_early"] == 4
-    assert not maintenance.due(driver.state, driver.now)
+    assert not maintenance.is_due(driver.state, driver.now)
 
 
 def test_what_is_held_in_memory_is_bounded_unless_told_otherwise():
@@ -373,7 +373,7 @@ async def test_housekeeping_goes_on_until_nothing_is_left_to_do():
             state.put("replays", f"k{number}", Replay(f"k{number}", "f", b"{}", {}, at))
 
     await engine.write(remember)
-    engine._clock.go_on_from(engine.state.newest_time() + 61.0)
+    engine._clock.continue_from(engine.state.newest_time() + 61.0)
     while len(engine.state.replays) == 5000:
         await asyncio.sleep(0.01)
     for _ in range(100):
@@ -388,7 +388,7 @@ def test_what_was_good_when_it_was_taken_stays_until_somebody_deletes_it():
     for _ in range(4):
         driver.push(4)
     for batch in (driver.batch("a", sent=False), driver.batch("b", sent=False)):
-        delivery.give_up_lost(driver.state, driver.now, batch, frozenset(group.payload.ref for group in batch.groups))
+        delivery.isolate_lost(driver.state, driver.now, batch, frozenset(group.payload.ref for group in batch.groups))
     for _ in range(5):
         driver.push(5)
     driver.push(4, 4)

@@ -201,7 +201,7 @@ def test_environments_that_each_had_a_name_of_their_own_are_forgotten_too():
         driver.env(desired_name=f"env-{number}")
     driver.now += 1001
     alive = driver.env()
-    while maintenance.due(driver.state, driver.now):
+    while maintenance.is_due(driver.state, driver.now):
         maintenance.tidy(driver.state, driver.now)
     assert len(driver.state.envs) == maintenance.NAMES_KEPT
     assert list(driver.state.envs)[-1] == alive
@@ -219,9 +219,9 @@ def test_environments_that_are_long_gone_are_forgotten():
     driver.push(2, env=2)
     driver.now += 1001
     alive = driver.env()
-    assert maintenance.due(driver.state, driver.now)
+    assert maintenance.is_due(driver.state, driver.now)
     maintenance.tidy(driver.state, driver.now)
-    assert not maintenance.due(driver.state, driver.now)
+    assert not maintenance.is_due(driver.state, driver.now)
     assert list(driver.state.envs) == [1, 2, 4, alive], "what waits, and the newest of each name"
     assert [driver.env(), driver.env(desired_name="other")] == [6, 7]
     assert [driver.state.envs[number].name for number in (alive, 6, 7)] == ["env_4", "env_5", "other_1"]

@@ -23,7 +23,7 @@ from realhf.trajectory.http.service import Metrics
 from realhf.trajectory.records import Encoding, GroupRecord, Payload, PayloadRef, Place, StateOptions
 from realhf.trajectory.state import delivery, push, registry, views
 from realhf.trajectory.state import engine as engine_module
-from realhf.trajectory.state.delivery import Batch, PullRequest
+from realhf.trajectory.state.delivery import LeasedBatch, PullRequest
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure
@@ -265,7 +265,7 @@ async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path
     store.refuses = False
     await asyncio.sleep(engine_module.PAUSE_AFTER_FAILURE_S)
     batch = await engine.write(delivery.pull, PullRequest("t", anonymous=False))
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, LeasedBatch)
     assert [group.id for group in batch.groups] == [1]
     assert store.reloads == 0
     await engine.close()
@@ -300,17 +300,17 @@ async def test_that_a_batch_was_sent_is_recorded_as_soon_as_the_store_recovers(t
     trainer = PullRequest("t", anonymous=False)
     first = await engine.write(delivery.pull, trainer)
     store.refuses = True
-    engine.write_surely(delivery.mark_sent, first)
+    engine.write_until_kept(delivery.mark_sent, first)
     while engine._failure is None:
         await asyncio.sleep(0)
     store.refuses = False
     await asyncio.sleep(engine_module.PAUSE_AFTER_FAILURE_S)
     second = await engine.write(delivery.pull, trainer)
-    assert isinstance(second, Batch)
+    assert isinstance(second, LeasedBatch)
     assert (second.step, second.redelivered) == (1, False)
     store.refuses = True
-    engine.write_surely(delivery.mark_sent, second)
-    while not engine._again:
+    engine.write_until_kept(delivery.mark_sent, second)
+    while not engine._repeat:
         await asyncio.sleep(0)
     store.refuses = False
     await engine.close()
@@ -331,7 +331,7 @@ async def test_the_machines_clock_may_be_set(tmp_path, monkeypatch):
     await engine.write(registry.set_policy_version, 1)
     monkeypatch.setattr(time, "time", lambda: real + 700)
     other = await engine.write(delivery.pull, PullRequest("other", anonymous=False))
-    assert isinstance(other, Batch)
+    assert isinstance(other, LeasedBatch)
     assert other.step == 1, "a batch of its own"
     await engine.close()
     monkeypatch.setattr(time, "time", lambda: real - 2 * 86400)

@@ -13,7 +13,7 @@ import redis
 
 from realhf.trajectory.records import RunRecord, StateOptions
 from realhf.trajectory.state import delivery, push, registry, views
-from realhf.trajectory.state.delivery import Batch, PullRequest
+from realhf.trajectory.state.delivery import LeasedBatch, PullRequest
 from realhf.trajectory.state.engine import PAUSE_AFTER_FAILURE_S, Engine
 from realhf.trajectory.store.base import Changes, StateLost, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
@@ -160,7 +160,7 @@ async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push
     groups = [incoming()] * 2
     request, refs = PullRequest("t", anonymous=False), await engine.store.stage([b"x", b"x"])
     _, batch = await asyncio.gather(engine.write(push.push, groups, refs, True), engine.write(delivery.pull, request))
-    assert isinstance(batch, Batch)
+    assert isinstance(batch, LeasedBatch)
     refs += await engine.store.stage([b"x", b"x"])
     with redis.Redis.from_url(address) as client:
         assert [client.ttl(f"realhf:p:{ref}") for ref in refs[:2]] == [-1, -1]
@@ -236,7 +236,7 @@ async def test_two_servers_interleaved_are_one(address):
         while True:
             engine = rng.choice(engines)
             batch = await engine.write(delivery.pull, PullRequest(name, anonymous=False, explicit=True))
-            if not isinstance(batch, Batch):
+            if not isinstance(batch, LeasedBatch):
                 if done.is_set():
                     return
                 await asyncio.sleep(0.005)
@@ -292,7 +292,7 @@ async def test_servers_whose_clocks_differ_keep_each_others_leases(address, monk
         ahead.setattr(time, "time", lambda: real() + 70)
         two = await opened(RedisStore(address), registered=False, lease_timeout_s=60)
         other = await two.write(delivery.pull, PullRequest("b", anonymous=False))
-    assert isinstance(other, Batch)
+    assert isinstance(other, LeasedBatch)
     assert (other.step, other.redelivered) == (1, False)
     for engine in (one, two):
         await engine.close()
@@ -311,7 +311,7 @@ async def test_a_redis_without_memory_can_be_drained(address):
             await engine.close()
             engine = await opened(RedisStore(address), registered=False)
             batch = await engine.write(delivery.pull, PullRequest("a", anonymous=False))
-            assert isinstance(batch, Batch)
+            assert isinstance(batch, LeasedBatch)
             await engine.write(delivery.ack, batch.lease_id)
             assert not engine.state.groups
         finally:

@@ -299,7 +299,7 @@ async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path
     for _ in range(2):
         store = SqliteStore(tmp_path, segment_bytes=3000)
         snapshot = await store.open()
-        assert not store.files.wasteful(0), "nothing is given back that a row set aside may refer to"
+        assert not store.files.is_wasteful(0), "nothing is given back that a row set aside may refer to"
         assert ids(snapshot) == [number for number in range(60) if number not in flipped]
         assert snapshot["envs"] == []
         assert [lease.lease_id for lease in snapshot["leases"]] == ["y"]
