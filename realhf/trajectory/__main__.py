@@ -1,4 +1,4 @@
-"""Runs ``python -m realhf.trajectory``."""
+"""Program ``python -m realhf.trajectory``."""
 
 import sys
 

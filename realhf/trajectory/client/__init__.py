@@ -1,10 +1,10 @@
-"""Provides clients of the trajectory server, for producers and trainers, with and without ``async``.
+"""Clients of the trajectory server, for producers and trainers, async and blocking.
 
     with TrajectoryClient("http://127.0.0.1:8000") as client:
         client.register_env("my_env", group_size=8, max_token_length=4096)
         client.push({"tokens": ..., "masks": ..., "scores": ...})
 
-The one without runs the other on a thread of its own.
+The blocking client runs the async one on its own thread.
 """
 
 from realhf.trajectory.client.protocol import (

@@ -1,6 +1,8 @@
-"""Encodes groups as bytes and decodes batches: JSON, or MessagePack with tensors; makes groups of episodes.
+"""Encoding of groups to bytes and decoding of batches, in JSON or MessagePack with tensors, and
+groups from episodes.
 
-Rows may be lists or numpy arrays, a two-dimensional array included. Source: docs/reference/trajectory.md 2.6, 3.11.
+Rows may be lists or numpy arrays, including a two-dimensional array. Source:
+docs/reference/trajectory.md 2.6, 3.11.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from realhf.trajectory.records import FIELDS, FLOAT_ROWS, INTEGER_ROWS, REQUIRED
 MSGPACK = "application/msgpack"
 COMPRESSIONS = ("auto", "none", "gzip", "zstd")
 COMPRESS_FROM_BYTES = 1024
+"""Smallest body that is compressed."""
 _FLOATS = {"float16": "f2", "float32": "f4", "float64": "f8"}
 
 
 def choose_compression(wanted: str, url: str, *, binary: bool) -> str:
-    """Return ``none``, ``gzip`` or ``zstd``. ``auto`` compresses over a network and not on this machine, where the copy
-    is faster than any codec. Raises ValueError on anything else."""
+    """Return ``none``, ``gzip`` or ``zstd``. ``auto`` compresses over a network, but not on
+    loopback, where copying is faster than any codec. Raises ValueError for anything else."""
     if wanted not in COMPRESSIONS:
         raise ValueError(f"compression is {wanted!r}; choose one of {', '.join(COMPRESSIONS)}")
     if wanted == "zstd" and not binary:
@@ -48,9 +51,10 @@ def accepted_codings(compression: str) -> str:
 def encode_groups(
     groups: Sequence[Mapping[str, Any]], *, listed: bool, binary: bool, compression: str, env_id: int | None = None
 ) -> tuple[bytes, dict[str, str]]:
-    """Return body and headers of a push. ``env_id`` goes into groups that name none. Raises BadGroup."""
+    """Return body and headers of a push. ``env_id`` is added to groups without one. Raises
+    BadGroup."""
     encode = _encode_binary if binary else _encode_json
-    pieces = [encode(_checked(group, env_id)) for group in groups]
+    pieces = [encode(_check_group(group, env_id)) for group in groups]
     headers = {"Content-Type": MSGPACK if binary else "application/json"}
     if not listed:
         body = pieces[0]
@@ -58,23 +62,23 @@ def encode_groups(
         body = msgspec.msgpack.encode([msgspec.Raw(piece) for piece in pieces])
     else:
         body = b"[" + b",".join(pieces) + b"]"
-    return _compressed(body, headers, compression)
+    return _compress(body, headers, compression)
 
 
 def decode_batch(body: bytes, content_type: str, url: str) -> dict[str, Any]:
-    """Return the map of a ``/batch`` answer; tensors become lists of numpy arrays, which share the body's memory.
-    Raises BadAnswer."""
+    """Return the ``/batch`` answer as a dict; tensors become lists of numpy arrays that share the
+    body's memory. Raises BadAnswer."""
     try:
         if not content_type.startswith(MSGPACK):
             return json.loads(body)
         answer = msgspec.msgpack.decode(body)
         groups = answer["batch"]
-        return answer | {"batch": None if groups is None else [_with_arrays(group) for group in groups]}
+        return answer | {"batch": None if groups is None else [_convert_tensors(group) for group in groups]}
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         raise BadAnswer(url, f"a batch that cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _compressed(body: bytes, headers: dict[str, str], compression: str) -> tuple[bytes, dict[str, str]]:
+def _compress(body: bytes, headers: dict[str, str], compression: str) -> tuple[bytes, dict[str, str]]:
     if compression == "none" or len(body) < COMPRESS_FROM_BYTES:
         return body, headers
     if compression == "zstd":
@@ -84,7 +88,7 @@ def _compressed(body: bytes, headers: dict[str, str], compression: str) -> tuple
     return (packed, headers | {"Content-Encoding": compression}) if len(packed) < len(body) else (body, headers)
 
 
-def _checked(group: Mapping[str, Any], env_id: int | None) -> dict[str, Any]:
+def _check_group(group: Mapping[str, Any], env_id: int | None) -> dict[str, Any]:
     unknown = sorted(set(group) - set(FIELDS))
     if unknown:
         raise BadGroup(f"a group has no field {unknown[0]!r}; fields are {', '.join(FIELDS)}")
@@ -95,17 +99,17 @@ def _checked(group: Mapping[str, Any], env_id: int | None) -> dict[str, Any]:
 
 
 def _encode_binary(group: dict[str, Any]) -> bytes:
-    return _encoded(group, msgspec.msgpack.encode, _tensor, lambda value: _finite_plain(value)[0])
+    return _encode_fields(group, msgspec.msgpack.encode, _tensor, lambda value: _finite_plain(value)[0])
 
 
 def _encode_json(group: dict[str, Any]) -> bytes:
     def rows(arrays: list[np.ndarray], name: str) -> list[Any]:
         return [row.tolist() for row in arrays]
 
-    return _encoded(group, msgspec.json.encode, rows, lambda value: msgspec.Raw(_finite_plain(value)[1]))
+    return _encode_fields(group, msgspec.json.encode, rows, lambda value: msgspec.Raw(_finite_plain(value)[1]))
 
 
-def _encoded(
+def _encode_fields(
     group: dict[str, Any],
     encode: Callable[[Any], bytes],
     rows: Callable[[list[np.ndarray], str], Any],
@@ -116,7 +120,7 @@ def _encoded(
         for name, value in group.items():
             place = name
             numeric = value is not None and name in (*INTEGER_ROWS, *FLOAT_ROWS)
-            fields[name] = rows(_rows(value, name), name) if numeric else other(value)
+            fields[name] = rows(_convert_rows(value, name), name) if numeric else other(value)
         return encode(fields)
     except BadGroup:
         raise
@@ -124,8 +128,8 @@ def _encoded(
         raise BadGroup(f"{place}: {error}") from None
 
 
-def _rows(value: Any, name: str) -> list[np.ndarray]:
-    """Convert rows to one array each, of whole numbers or finite floats."""
+def _convert_rows(value: Any, name: str) -> list[np.ndarray]:
+    """Return one array per row, of integers or finite floats."""
     integers = name in INTEGER_ROWS
     rows = [np.asarray(row) for row in value]
     for row in rows:
@@ -141,7 +145,8 @@ def _rows(value: Any, name: str) -> list[np.ndarray]:
 
 
 def _is_finite_as_sent(row: np.ndarray) -> bool:
-    """Return whether all numbers are finite in the type that is sent: a wider one holds what float64 cannot."""
+    """Return whether all numbers are finite in the type that is sent; wider types may exceed
+    float64."""
     with np.errstate(over="ignore"):
         return bool(np.isfinite(row.astype(_FLOATS.get(row.dtype.name, "f8"), copy=False)).all())
 
@@ -158,27 +163,27 @@ def _tensor(rows: list[np.ndarray], name: str) -> dict[str, Any]:
 
 
 def _finite_plain(value: Any) -> tuple[Any, bytes]:
-    """Return a value without numpy in it, and its JSON. Raises ValueError for NaN and infinity."""
-    text = json.dumps(value, allow_nan=False, default=_of_numpy, separators=(",", ":")).encode()
+    """Return a value without numpy types, and its JSON. Raises ValueError for NaN and infinity."""
+    text = json.dumps(value, allow_nan=False, default=_convert_numpy, separators=(",", ":")).encode()
     return (value if isinstance(value, (str, int, float, type(None))) else json.loads(text)), text
 
 
-def _of_numpy(value: Any) -> Any:
+def _convert_numpy(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} has no JSON form")
 
 
-def _with_arrays(group: dict[str, Any]) -> dict[str, Any]:
+def _convert_tensors(group: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: _arrays(value)
+        name: _tensor_rows(value)
         if isinstance(value, dict) and value.get("__t__") == 1 and name in (*INTEGER_ROWS, *FLOAT_ROWS)
         else value
         for name, value in group.items()
     }
 
 
-def _arrays(tensor: Mapping[str, Any]) -> list[np.ndarray]:
+def _tensor_rows(tensor: Mapping[str, Any]) -> list[np.ndarray]:
     lengths = np.frombuffer(tensor["lens"], "<u4").astype(np.int64)
     flat = np.frombuffer(tensor["data"], f"<{tensor['dtype']}")
     if lengths.sum() != len(flat):
@@ -188,10 +193,10 @@ def _arrays(tensor: Mapping[str, Any]) -> list[np.ndarray]:
 
 
 def group_of(outcomes: Sequence[RolloutOutcome], **about: Any) -> Mapping[str, Any] | None:
-    """Make a group of the valid episodes of one task; None if there are none.
+    """Return a group of the valid episodes of one task; None if there are none.
 
-    A failed episode has no reward, so it is not part of the group, which then is smaller than the others. ``about``
-    goes into ``group_overrides``.
+    A failed episode has no reward, so it is left out, and the group is smaller than the others.
+    ``about`` is added to ``group_overrides``.
     """
     valid = [outcome for outcome in outcomes if outcome.valid]
     if not valid:

@@ -1,4 +1,4 @@
-"""Defines what client and server say to each other: errors, when to try again, answers as values, advice on pace."""
+"""Protocol of client and server: errors, retries, typed answers, pacing of producers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class TrajectoryError(Exception):
-    """Is the base of all errors of a client. ``url``: of the request, or of the server."""
+    """Base class of all errors of a client. ``url``: of the request, or of the server."""
 
     def __init__(self, url: str, cause: str) -> None:
         super().__init__(f"{url}: {cause}")
@@ -21,19 +21,20 @@ class TrajectoryError(Exception):
 
 
 class BadGroup(ValueError):
-    """Is raised before anything is sent for a group that no server would take. The text names the field."""
+    """A group is invalid for any server; raised before anything is sent. The text names the field."""
 
 
 class Unreachable(TrajectoryError):
-    """Is raised when no usable answer came by the deadline: connection errors, 5xx, or a queue that stayed full."""
+    """No usable answer came before the deadline: connection errors, 5xx, or a queue that stayed
+    full."""
 
 
 class BadAnswer(TrajectoryError):
-    """Is raised for an answer that is not of this protocol, e.g. from another kind of server."""
+    """An answer does not follow this protocol, e.g. from another kind of server."""
 
 
 class Refused(TrajectoryError):
-    """Is raised when the server refused, and would refuse again. ``status``: of HTTP."""
+    """The server refused, and would refuse again. ``status``: HTTP status."""
 
     def __init__(self, url: str, cause: str, status: int) -> None:
         super().__init__(url, f"{status}: {cause}")
@@ -41,57 +42,63 @@ class Refused(TrajectoryError):
 
 
 class Denied(Refused):
-    """Is raised when the token is missing, wrong, or without the role that the request needs (401, 403)."""
+    """The token is missing, wrong, or lacks the role that the request needs (401, 403)."""
 
 
 class StaleEpoch(Refused):
-    """Is raised when the run that this client registered for has ended (409); register again for the present one."""
+    """The run for which this client registered has ended (409); register again for the current one."""
 
 
 class LeaseLost(Refused):
-    """Is raised when the lease is unknown (404), or has ended: given to another trainer, or acknowledged already
+    """The lease is unknown (404), or has ended: given to another trainer, or already acknowledged
     (409)."""
 
 
 class NotRegistered(TrajectoryError):
-    """Is raised when no trainer has registered, or this client has not registered as an environment."""
+    """No trainer has registered, or this client has not registered as an environment."""
 
 
 class NoBatchYet(TrajectoryError):
-    """Is raised when there was no batch by the deadline. ``reason``: the server's last ``X-Batch-Reason``."""
+    """There was no batch before the deadline. ``reason``: the server's last ``X-Batch-Reason``."""
 
     def __init__(self, url: str, waited_s: float, reason: str) -> None:
         super().__init__(url, f"no batch within {waited_s:.1f} s ({reason})")
         self.reason = reason
 
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Response:
-    """Holds an answer, decompressed. ``failure`` says why no whole one came; headers are those that did."""
+    """A decompressed answer."""
 
     status: int
+    """HTTP status; 0 if no answer came."""
     headers: Mapping[str, str]
+    """Headers received so far."""
     body: bytes
+    """Decompressed body."""
     failure: str = ""
+    """Why no complete answer came; "" for a complete one."""
 
     @property
     def cause(self) -> str:
-        """Why this answer is of no use."""
+        """Why this answer cannot be used."""
         return self.failure or f"status {self.status}: {self.body[:200].decode('utf-8', 'replace')}"
 
 
 def retry_wait_s(attempt: int, response: Response) -> float:
-    """Return the pause after the ``attempt``-th failure in a row: doubling, jittered, not shorter than Retry-After."""
+    """Return the back-off after the ``attempt``-th failure in a row: exponential, with jitter, at
+    least Retry-After."""
     backoff = min(_LONGEST_WAIT_S, _FIRST_WAIT_S * 2 ** min(attempt - 1, 10))
     wanted = 0.0 if response.failure else retry_after_s(response.headers.get("retry-after"))
     return max(wanted, backoff) * random.uniform(0.8, 1.2)
 
 
 def retry_after_s(text: str | None, now: Callable[[], float] = time.time) -> float:
-    """Return the seconds of a Retry-After header: a number, or a date; 0 for anything else."""
+    """Return the seconds of a Retry-After header, a number or a date; 0 for anything else."""
     if text is None:
         return 0.0
     if text.strip().isdigit():
@@ -103,84 +110,102 @@ def retry_after_s(text: str | None, now: Callable[[], float] = time.time) -> flo
 
 
 _LONGEST_CAUSE = 500
-"""Number of characters of an answer that an error quotes at most."""
+"""Most characters of an answer that an error quotes."""
 
 
 @dataclass(frozen=True)
 class TrainerRegistration:
-    """Holds what a trainer learns by registering: the server's 128-bit id of this trainer, and the ``epoch`` of the
-    run."""
+    """Result of registering a trainer."""
 
     trainer_id: int
+    """128-bit id that the server assigned."""
     epoch: int | None
+    """Epoch of the run; None from a server without epochs."""
 
 
 @dataclass(frozen=True)
 class EnvRegistration:
-    """Holds what an environment learns by registering. ``batch_size`` in sequences; ``starting_step``: the current
-    step."""
+    """Result of registering an environment."""
 
     env_id: int
+    """Number of the environment."""
     wandb_name: str
+    """Unique name of the environment."""
     checkpoint_dir: str
+    """Checkpoint folder of the run."""
     checkpoint_interval: int
+    """Steps between checkpoints."""
     starting_step: int
+    """Current step at the registration."""
     num_steps: int
+    """Number of steps of the run."""
     batch_size: int
+    """Sequences of a batch."""
     group_size: int
+    """Sequences of a group of this environment."""
     min_batch_allocation: float | None
+    """Smallest share of every batch; None: no minimum."""
     epoch: int | None
+    """Epoch of the run; None from a server without epochs."""
 
 
 @dataclass(frozen=True)
 class EnvStatus:
-    """Holds the answer of ``/status-env``: queue sizes in units of this environment's groups."""
+    """Answer of ``/status-env``; queue sizes in units of this environment's groups."""
 
     current_step: int
+    """Current step."""
     queue_size: int
+    """Queued groups of all environments."""
     self_queue_size: int
+    """Queued groups of this environment."""
     max_group_size: int
+    """Largest queued group in sequences."""
     unallocated_fraction: float
+    """Share of a batch without minimums."""
     env_weight: float
+    """Share of this environment."""
 
 
 @dataclass(frozen=True)
 class PushReceipt:
-    """Confirms that the server holds the groups.
-
-    ``buffered``: how many wait for others of odd sizes; ``quarantined``: reasons for which some will never be
-    delivered; ``replayed``: an earlier attempt had arrived already.
-    """
+    """Confirmation that the server stored the groups."""
 
     groups: int
+    """Number of groups."""
     buffered: int
+    """Number of groups that wait for others in the mix buffer."""
     quarantined: tuple[str, ...]
+    """Reasons why some groups will never be delivered."""
     replayed: bool
+    """Whether an earlier attempt had already arrived."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds groups as their producers sent them, with all stock keys.
-
-    Rows of numbers are numpy arrays on the binary wire and lists on JSON. ``step`` is the server's; the versions are
-    the oldest and newest policy version in the batch.
-    """
+    """Groups as their producers sent them, with all stock keys."""
 
     groups: list[dict[str, Any]]
+    """The groups. Rows of numbers are numpy arrays on the binary wire and lists on JSON."""
     lease_id: str
+    """Id of the lease."""
     step: int
+    """Step of the server."""
     min_version: int
+    """Oldest policy version in the batch."""
     max_version: int
+    """Newest policy version in the batch."""
     redelivered: bool
+    """Whether it was delivered before."""
 
     @property
     def n_sequences(self) -> int:
-        """The number of sequences of all groups."""
+        """Number of sequences in all groups."""
         return sum(len(group["tokens"]) for group in self.groups)
 
 
 def json_object(response: Response, url: str) -> dict[str, Any]:
-    """Return the body of a good answer as a map. Raises BadAnswer."""
+    """Return the body of an answer as a dict. Raises BadAnswer."""
     try:
         value = json.loads(response.body)
     except ValueError as error:
@@ -191,7 +216,7 @@ def json_object(response: Response, url: str) -> dict[str, Any]:
 
 
 def field_of(body: Mapping[str, Any], name: str, url: str) -> Any:
-    """Return the value of a key that must be there. Raises BadAnswer."""
+    """Return the value of a required key. Raises BadAnswer."""
     if name not in body:
         raise BadAnswer(url, f"the answer lacks {name!r}: {str(dict(body))[:_LONGEST_CAUSE]}")
     return body[name]
@@ -203,8 +228,8 @@ def epoch_of(response: Response) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def checked(response: Response, url: str) -> Response:
-    """Return the answer itself if it is a good one. Raises Refused or one of its kinds."""
+def check_response(response: Response, url: str) -> Response:
+    """Return the answer if it is successful. Raises Refused or one of its subclasses."""
     if response.status < 300:
         return response
     cause = _detail(response)
@@ -233,23 +258,28 @@ def _detail(response: Response) -> str:
 
 
 BATCHES_AHEAD = 3
-"""Number of queued batches from which a producer should pause."""
+"""Queued batches from which a producer should pause."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Holds advice for a producer. ``pause``: enough is queued, begin nothing new; ``workers``: groups that may be in
-    the making at once; ``done``: what is queued already suffices for the rest of the run."""
+    """Advice for a producer."""
 
     pause: bool
+    """Whether enough is queued, so that nothing new should be started."""
     workers: int
+    """Groups that may be in progress at once."""
     done: bool
+    """Whether the queue suffices for the rest of the run."""
     status: EnvStatus
+    """Values from which the advice was computed."""
 
 
 def pace(status: EnvStatus, env: EnvRegistration) -> Pace:
-    """Advise one environment. With an unregistered or empty batch size (below 1), no environment has to pause."""
-    batch, group = max(1, env.batch_size), max(1, env.group_size)
+    """Return the advice for one environment. With an unknown batch size (below 1), no environment
+    has to pause."""
+    batch = max(1, env.batch_size)
+    group = max(1, env.group_size)
     queued = status.queue_size * group
     own = int(batch * (status.unallocated_fraction + max(0.0, env.min_batch_allocation or 0.0)))
     return Pace(

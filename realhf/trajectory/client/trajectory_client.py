@@ -1,4 +1,4 @@
-"""Provides ``AsyncTrajectoryClient`` for coroutines, and ``TrajectoryClient``, its blocking face.
+"""``AsyncTrajectoryClient`` for coroutines, and ``TrajectoryClient``, its blocking counterpart.
 
 Source: docs/reference/trajectory.md 2.2 to 2.8, 3.2, 3.9, 3.10.
 """
@@ -31,7 +31,7 @@ from realhf.trajectory.client.protocol import (
     Response,
     TrainerRegistration,
     Unreachable,
-    checked,
+    check_response,
     epoch_of,
     field_of,
     json_object,
@@ -41,27 +41,31 @@ from realhf.trajectory.client.protocol import (
 
 logger = logging.getLogger(__name__)
 
-_POLL_S, _LONGEST_POLL_S = 0.1, 1.0
-_TELL_EVERY_S = 10.0
+_POLL_S = 0.1
+_LONGEST_POLL_S = 1.0
+_LOG_EVERY_S = 10.0
 """Seconds between two log lines about failed attempts, or about waiting for the server."""
 
 
 class AsyncTrajectoryClient:
-    """Acts as a producer, a trainer, or both, on one event loop. Use it as a context manager, or ``close`` it.
+    """Producer, trainer, or both, on one event loop. Use it as a context manager, or call
+    ``close``.
 
     Args:
-        url: of the server.
-        token: bearer token, if the server wants one.
-        trainer_id: name under which batches are leased; give a fixed one to find them again after a restart.
-        binary: MessagePack with tensors (rows of pulled groups are numpy arrays); else JSON (lists).
+        url: address of the server.
+        token: bearer token, if the server requires one.
+        trainer_id: name under which batches are leased; set it to find them again after a restart.
+        binary: MessagePack with tensors (rows of pulled groups are numpy arrays); otherwise JSON
+            (lists).
         compression: ``auto`` (over a network only), ``none``, ``gzip`` or ``zstd`` (binary only).
-        retry_for_s: connection errors, 5xx and full queues are retried that long.
-        request_timeout_s: of one attempt.
-        explicit_acks: a batch ends by ``ack`` only; else the next pull acknowledges it.
-        ca_file: PEM file with whom an https server is checked by ("": as this machine does, or SSL_CERT_FILE).
+        retry_for_s: connection errors, 5xx and full queues are retried this long.
+        request_timeout_s: deadline of one attempt.
+        explicit_acks: a batch ends by ``ack`` only; otherwise the next pull acknowledges it.
+        ca_file: PEM file of the certificate authority for an https server ("": the system's, or
+            SSL_CERT_FILE).
 
-    ``env`` is this client's registration as an environment, or None. Every method raises a ``TrajectoryError``:
-    Unreachable, Denied, StaleEpoch (register again), Refused, BadAnswer.
+    ``env`` is this client's registration as an environment, or None. Every method raises a
+    ``TrajectoryError``: Unreachable, Denied, StaleEpoch (register again), Refused, BadAnswer.
     """
 
     def __init__(
@@ -80,7 +84,9 @@ class AsyncTrajectoryClient:
         self.url = url.rstrip("/")
         self.trainer_id = trainer_id or uuid.uuid4().hex
         self.env: EnvRegistration | None = None
-        self._binary, self._explicit_acks, self._retry_for_s = binary, explicit_acks, retry_for_s
+        self._binary = binary
+        self._explicit_acks = explicit_acks
+        self._retry_for_s = retry_for_s
         self._compression = encoding.choose_compression(compression, self.url, binary=binary)
         self._epoch: int | None = None
         self._in_hand: set[str] = set()
@@ -92,7 +98,7 @@ class AsyncTrajectoryClient:
         )
 
     async def close(self) -> None:
-        """Close the connections. Leases and registrations stay as they are."""
+        """Close the connections. Leases and registrations are not changed."""
         await self._http.aclose()
 
     async def __aenter__(self) -> Self:
@@ -113,19 +119,19 @@ class AsyncTrajectoryClient:
         min_batch_allocation: float | None = None,
         wait_s: float = 600.0,
     ) -> EnvRegistration:
-        """Take part as an environment. Waits up to ``wait_s`` seconds for the trainer's first pull, then raises
-        NotRegistered."""
-        wanted = {
+        """Register as an environment. Waits up to ``wait_s`` seconds for the trainer's first pull,
+        then raises NotRegistered."""
+        registration = {
             "desired_name": name,
             "group_size": group_size,
             "max_token_length": max_token_length,
             "weight": weight,
             "min_batch_allocation": min_batch_allocation,
         }
-        began = told = process_clock.now()
+        began = last_log = process_clock.now()
         while True:
-            # A key of its own for each question: a replayed answer "wait" would come for ever.
-            response = await self._post("/register-env", wanted, {"Idempotency-Key": uuid.uuid4().hex})
+            # A new key for each request, or the server would replay the answer "wait" forever.
+            response = await self._post("/register-env", registration, {"Idempotency-Key": uuid.uuid4().hex})
             body = json_object(response, self.url)
             if body.get("status") == "success":
                 break
@@ -134,26 +140,27 @@ class AsyncTrajectoryClient:
                 raise NotRegistered(
                     self.url, f"environment {name!r} waited {waited:.0f} s for the trainer: {body.get('status')}"
                 )
-            if process_clock.now() - told > _TELL_EVERY_S:
-                told = process_clock.now()
+            if process_clock.now() - last_log > _LOG_EVERY_S:
+                last_log = process_clock.now()
                 logger.info("%s: environment %s waits for the trainer, %.0f s so far", self.url, name, waited)
             await sleep(min(1.0, max(0.0, wait_s - waited)))
         info = await self.info()
         self._epoch = epoch_of(response)
-        told_us = ("env_id", "wandb_name", "checkpoint_dir", "starting_step", "checkpoint_interval", "num_steps")
+        names = ("env_id", "wandb_name", "checkpoint_dir", "starting_step", "checkpoint_interval", "num_steps")
         self.env = EnvRegistration(
             group_size=group_size,
             min_batch_allocation=min_batch_allocation,
             epoch=self._epoch,
             batch_size=field_of(info, "batch_size", self.url),
-            **{key: field_of(body, key, self.url) for key in told_us},
+            **{key: field_of(body, key, self.url) for key in names},
         )
         return self.env
 
     async def push(
         self, group: Mapping[str, Any], *, policy_version: int | None = None, idempotency_key: str | None = None
     ) -> PushReceipt:
-        """Hand over one group, once, whatever breaks on the way. Raises BadGroup before anything is sent."""
+        """Push one group, exactly once even if attempts fail. Raises BadGroup before anything is
+        sent."""
         return await self._push([group], policy_version, idempotency_key, listed=False)
 
     async def push_many(
@@ -163,7 +170,7 @@ class AsyncTrajectoryClient:
         policy_version: int | None = None,
         idempotency_key: str | None = None,
     ) -> PushReceipt:
-        """Hand over several groups, all or none. Errors are those of ``push``."""
+        """Push several groups, all or none. Errors like ``push``."""
         if not groups:
             return PushReceipt(0, 0, (), replayed=False)
         return await self._push(groups, policy_version, idempotency_key, listed=True)
@@ -194,19 +201,22 @@ class AsyncTrajectoryClient:
         )
 
     async def env_status(self) -> EnvStatus:
-        """Return the server's numbers for this environment; the request is a sign of life, too."""
+        """Return the server's values for this environment; the request also counts as a heartbeat."""
         response = await self._post("/status-env", {"env_id": self._registered_env().env_id}, self._fence())
-        found = json_object(response, self.url)
-        return EnvStatus(**{name: field_of(found, name, self.url) for name in EnvStatus.__annotations__})
+        status = json_object(response, self.url)
+        return EnvStatus(**{name: field_of(status, name, self.url) for name in EnvStatus.__annotations__})
 
     async def pace(self) -> Pace:
-        """Return whether to pause, how many groups to work on at once, and whether all is done."""
+        """Return whether to pause, how many groups to work on at once, and whether the run has
+        enough."""
         env = self._registered_env()
         return pace(await self.env_status(), env)
 
     async def wait_for_room(self, timeout_s: float) -> Pace:
-        """Wait until producing makes sense again; after ``timeout_s`` the answer still says ``pause``."""
-        give_up, poll = process_clock.now() + timeout_s, _POLL_S
+        """Wait until producing makes sense again; after ``timeout_s`` the result still has
+        ``pause``."""
+        give_up = process_clock.now() + timeout_s
+        poll = _POLL_S
         while True:
             now = await self.pace()
             if not now.pause or now.done or process_clock.now() + poll > give_up:
@@ -215,8 +225,9 @@ class AsyncTrajectoryClient:
             poll = min(_LONGEST_POLL_S, poll * 1.5)
 
     async def disconnect(self) -> None:
-        """Leave as an environment; what was pushed is still served."""
-        env, self.env = self.env, None
+        """Leave as an environment; pushed groups are still served."""
+        env = self.env
+        self.env = None
         if env is not None:
             await self._post("/disconnect-env", {"env_id": env.env_id})
 
@@ -243,10 +254,11 @@ class AsyncTrajectoryClient:
         reset: bool = False,
         idempotency_key: str | None = None,
     ) -> TrainerRegistration:
-        """Begin a run, or continue the one of the same group, project and batch size; any other one is replaced.
+        """Start a run, or continue the one of the same group, project and batch size; any other run
+        is replaced.
 
-        ``join``: take part in whatever run there is; ``reset``: begin anew in any case. ``batch_size`` in sequences;
-        ``max_staleness`` in policy versions.
+        ``join``: continue the current run, whichever it is. ``reset``: start a new run in any case.
+        ``batch_size`` in sequences; ``max_staleness`` in policy versions.
         """
         registration = {
             "wandb_group": wandb_group,
@@ -270,15 +282,18 @@ class AsyncTrajectoryClient:
     async def pull(self, timeout_s: float, *, acknowledges: Batch | None = None) -> Batch:
         """Return the next batch.
 
-        Waits up to ``timeout_s`` seconds, then raises NoBatchYet. ``acknowledges``: end the lease of this batch on the
-        way. Raises NotRegistered, LeaseLost.
+        Waits up to ``timeout_s`` seconds, then raises NoBatchYet. ``acknowledges``: a batch whose
+        lease ends with this request. Raises NotRegistered, LeaseLost.
         """
-        poll, began = _POLL_S, process_clock.now()
-        told = began
+        poll = _POLL_S
+        began = process_clock.now()
+        last_log = began
         await self._acknowledge_returned()
         while True:
-            response = await self._answered("GET", "/batch", self._pull_headers(acknowledges), mend=self._give_back)
-            outcome = self._batch(checked(response, self.url))
+            response = await self._request_with_retries(
+                "GET", "/batch", self._pull_headers(acknowledges), mend=self._give_back
+            )
+            outcome = self._parse_batch(check_response(response, self.url))
             if isinstance(outcome, Batch):
                 if not self._explicit_acks:
                     self._in_hand.add(outcome.lease_id)
@@ -286,15 +301,15 @@ class AsyncTrajectoryClient:
             waited = process_clock.now() - began
             if waited + poll > timeout_s:
                 raise NoBatchYet(self.url, waited, outcome)
-            if process_clock.now() - told > _TELL_EVERY_S:
-                told = process_clock.now()
+            if process_clock.now() - last_log > _LOG_EVERY_S:
+                last_log = process_clock.now()
                 logger.info("%s: waits for a batch, %.0f s so far (%s)", self.url, waited, outcome)
             await sleep(poll)
             poll = min(_LONGEST_POLL_S, poll * 1.5)
 
     async def _acknowledge_returned(self) -> None:
-        """Acknowledge the batches that earlier pulls returned. The server itself would also count those whose answers
-        never arrived."""
+        """Acknowledge the batches that earlier pulls returned. The server's implicit
+        acknowledgement would also include batches whose answers never arrived."""
         for lease_id in list(self._in_hand):
             try:
                 await self.ack(lease_id)
@@ -303,21 +318,21 @@ class AsyncTrajectoryClient:
                 self._in_hand.discard(lease_id)
 
     async def _give_back(self, broken: Response) -> None:
-        """Give back a batch that broke off: the server may believe that it arrived, and would keep it until its lease
-        expires."""
+        """Return a batch whose response broke off. The server may believe that it arrived, and
+        would keep it until its lease expires."""
         if lease_id := broken.headers.get("x-lease-id"):
             try:
                 await self.nack(lease_id)
             except LeaseLost as error:
                 logger.warning("a batch that broke off is not ours any more: %s", error)
 
-    def _batch(self, response: Response) -> Batch | str:
+    def _parse_batch(self, response: Response) -> Batch | str:
         """Return the batch of an answer, or the reason why there is none."""
         headers = response.headers
-        found = encoding.decode_batch(response.body, headers.get("content-type", ""), self.url)
-        if found.get("status") == "error":
-            raise NotRegistered(self.url, str(found.get("message")))
-        groups = found.get("batch")
+        answer = encoding.decode_batch(response.body, headers.get("content-type", ""), self.url)
+        if answer.get("status") == "error":
+            raise NotRegistered(self.url, str(answer.get("message")))
+        groups = answer.get("batch")
         if groups is None:
             return headers.get("x-batch-reason", "no reason given")
         try:
@@ -342,22 +357,22 @@ class AsyncTrajectoryClient:
         return headers
 
     async def ack(self, lease_id: str) -> None:
-        """Acknowledge that the batch was consumed. Repeating it does no harm. Raises LeaseLost."""
+        """Acknowledge that the batch was consumed; idempotent. Raises LeaseLost."""
         json_object(await self._post("/batch/ack", {"lease_id": lease_id}), self.url)
         self._in_hand.discard(lease_id)
 
     async def nack(self, lease_id: str) -> None:
-        """Give the batch back; the next pull gets it. Raises LeaseLost."""
+        """Return the batch; the next pull gets it. Raises LeaseLost."""
         self._in_hand.discard(lease_id)
         json_object(await self._post("/batch/nack", {"lease_id": lease_id}), self.url)
 
     async def renew(self, lease_id: str) -> float:
-        """Hold the batch longer; return the seconds from now until it expires. Raises LeaseLost."""
+        """Extend the lease; return the seconds until it expires. Raises LeaseLost."""
         answer = json_object(await self._post("/batch/renew", {"lease_id": lease_id}), self.url)
         return float(answer["expires_in_s"])
 
     async def set_policy_version(self, version: int) -> None:
-        """Announce which version of the weights rollouts are made with from now on."""
+        """Announce the version of the weights that sample rollouts from now on."""
         await self._post("/policy_version", {"version": version})
 
     # ---- everyone
@@ -367,7 +382,7 @@ class AsyncTrajectoryClient:
         return await self._get("/info")
 
     async def run_names(self) -> dict[str, Any]:
-        """Return ``group`` and ``project`` that the trainer registered; null without one."""
+        """Return ``group`` and ``project`` of the trainer's registration; null without one."""
         return await self._get("/wandb_info")
 
     async def status(self) -> dict[str, Any]:
@@ -375,7 +390,8 @@ class AsyncTrajectoryClient:
         return await self._get("/status")
 
     async def leases(self) -> list[dict[str, Any]]:
-        """List the batches in trainers' hands: ``lease_id``, ``owner``, ``step``, ``state``, ``expires_in_s``."""
+        """Return the batches that trainers hold: ``lease_id``, ``owner``, ``step``, ``state``,
+        ``expires_in_s``."""
         return (await self._get("/leases"))["leases"]
 
     # ---- requests
@@ -393,9 +409,9 @@ class AsyncTrajectoryClient:
     async def _send(
         self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes | None = None
     ) -> Response:
-        return checked(await self._answered(method, path, headers or {}, body), self.url)
+        return check_response(await self._request_with_retries(method, path, headers or {}, body), self.url)
 
-    async def _answered(
+    async def _request_with_retries(
         self,
         method: str,
         path: str,
@@ -403,31 +419,36 @@ class AsyncTrajectoryClient:
         body: bytes | None = None,
         mend: Callable[[Response], Awaitable[None]] | None = None,
     ) -> Response:
-        """Return the first answer below 500; ``mend`` is done before each new attempt. Raises Unreachable, with the
-        last cause, when there is none in time."""
-        began, told, attempt = process_clock.now(), process_clock.now(), 0
+        """Return the first answer below 500; ``mend`` runs before each new attempt. Raises
+        Unreachable with the last cause after the deadline."""
+        began = process_clock.now()
+        last_log = process_clock.now()
+        attempt = 0
         while True:
-            response = await self._performed(method, path, headers, body)
+            response = await self._request_once(method, path, headers, body)
             if not response.failure and response.status < 500:
                 return response
             attempt += 1
-            wait, now = retry_wait_s(attempt, response), process_clock.now()
+            wait = retry_wait_s(attempt, response)
+            now = process_clock.now()
             if now + wait > began + self._retry_for_s:
                 tried = f"gave up after {attempt} attempts in {now - began:.1f} s"
                 raise Unreachable(self.url, f"{method} {path}: {response.cause}; {tried}")
-            if attempt == 1 or now - told > _TELL_EVERY_S:
-                told = now
+            if attempt == 1 or now - last_log > _LOG_EVERY_S:
+                last_log = now
                 logger.warning("%s: %s %s: %s; trying again", self.url, method, path, response.cause)
             await sleep(wait)
             if mend is not None:
                 await mend(response)
 
-    async def _performed(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> Response:
-        status, received = 0, httpx.Headers()
+    async def _request_once(self, method: str, path: str, headers: Mapping[str, str], body: bytes | None) -> Response:
+        status = 0
+        received = httpx.Headers()
         sent = {"Accept-Encoding": "identity"} | dict(headers)
         try:
             async with self._http.stream(method, path, headers=sent, content=body) as response:
-                status, received = response.status_code, response.headers
+                status = response.status_code
+                received = response.headers
                 return Response(status, received, await response.aread())
         except httpx.RequestError as error:
             cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -435,8 +456,8 @@ class AsyncTrajectoryClient:
 
 
 class TrajectoryClient(BlockingFace[AsyncTrajectoryClient]):
-    """Acts as a producer, a trainer, or both: ``AsyncTrajectoryClient`` for blocking callers, of any thread. Use it as
-    a context manager, or ``close`` it; open a new one after a fork."""
+    """``AsyncTrajectoryClient`` for blocking callers on any thread. Use it as a context manager, or
+    call ``close``; open a new one after a fork."""
 
     @opening(AsyncTrajectoryClient)
     def __init__(self, inner: AsyncTrajectoryClient) -> None:
@@ -444,12 +465,12 @@ class TrajectoryClient(BlockingFace[AsyncTrajectoryClient]):
 
     @property
     def url(self) -> str:
-        """The address of the server."""
+        """Address of the server."""
         return self.inner.url
 
     @property
     def trainer_id(self) -> str:
-        """The name under which this client's batches are leased."""
+        """Name under which this client's batches are leased."""
         return self.inner.trainer_id
 
     @property

@@ -1,7 +1,9 @@
-"""Provides ``TrajectoryDataset``: the batches of a trajectory server as samples to train on, their leases kept alive.
+"""``TrajectoryDataset``: batches of a trajectory server as training samples, with automatic lease
+renewal.
 
-A batch stays leased until its owner reports that what was learnt from it is safe (``acknowledge``); after a crash the
-server hands it out again. Source: docs/reference/trajectory.md 2.8, 3.9, 3.10.
+A batch stays leased until its owner reports that the result of training on it is saved
+(``acknowledge``); after a crash the server delivers it again. Source: docs/reference/trajectory.md
+2.8, 3.9, 3.10.
 """
 
 from __future__ import annotations
@@ -25,30 +27,35 @@ from realhf.trajectory.training.stream_sample import Rescore, RowLimits, groups_
 
 logger = logging.getLogger(__name__)
 _RETRY_S = 1.0
+"""Seconds until a failed renewal is retried."""
 
 
 @dataclass(frozen=True)
 class StreamRun:
-    """Describes a run to the server.
-
-    ``group`` and ``project`` name it; ``batch_size`` in sequences; ``max_tokens`` of a sequence; ``max_staleness`` in
-    policy versions (None: no bound). ``fresh``: begin the run anew, because what the server holds is of no use.
-    """
+    """Description of a run for the server."""
 
     group: str
+    """Group of the run; part of its name."""
     project: str
+    """Project of the run; part of its name."""
     batch_size: int
+    """Sequences of a batch."""
     max_tokens: int
+    """Longest sequence in tokens."""
     num_steps: int
+    """Number of steps."""
     max_staleness: int | None = None
+    """Most policy versions that a group may lag; None: no bound."""
     fresh: bool = False
+    """Whether to start a new run and discard the server's data."""
 
 
 class TrajectoryDataset:
-    """Registers as the trainer, or finds its run again, and pulls batches.
+    """Registers as the trainer, or continues its run, and pulls batches.
 
-    The client belongs to the dataset, which closes it; it must be in explicit mode. ``consumed``: leases whose batches
-    were learnt from already. Raises TrajectoryError: no server, no permission, no batch in time.
+    The dataset owns the client and closes it; the client must use explicit acks. ``consumed``:
+    leases whose batches were already trained on. Raises TrajectoryError: no server, no permission,
+    no batch in time.
     """
 
     def __init__(
@@ -60,28 +67,30 @@ class TrajectoryDataset:
         step: int,
         consumed: Sequence[str] = (),
     ) -> None:
-        self._client, self._limits = client, limits
+        self._client = client
+        self._limits = limits
         self._held: dict[str, Future[None]] = {}
         known = not run.fresh and self._is_ours(run)
         self._register(run, step, join=known)
         if known:
             logger.info("the server knows this run; it goes on")
-        self._settle(consumed)
+        self._settle_leases(consumed)
 
     @property
     def held(self) -> list[str]:
-        """Leases in hand, oldest first."""
+        """Held leases, oldest first."""
         return list(self._held)
 
     def next(
         self, ids: Sequence[str], *, version: int, wait_s: float, rescore: Rescore
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Return the next batch, one sample per group (see ``groups_to_sample``), and metrics about it. ``version``: of
-        the weights that are about to be trained; ``rescore`` is called where a producer sent no log-probabilities."""
+        """Return the next batch, one sample per group (see ``groups_to_sample``), and metrics about
+        it. ``version``: of the weights that will be trained. ``rescore`` computes log-probabilities
+        that a producer did not send."""
         began = time.perf_counter()
         self._client.set_policy_version(version)
         batch = self._client.pull(wait_s)
-        renewal = keep_renewed(self._client.inner, batch.lease_id)
+        renewal = renew_lease(self._client.inner, batch.lease_id)
         self._held[batch.lease_id] = asyncio.run_coroutine_threadsafe(renewal, self._client.thread.loop)
         waited = time.perf_counter() - began
         converted = groups_to_sample(ids, batch.groups, self._limits, version=batch.min_version, rescore=rescore)
@@ -100,8 +109,8 @@ class TrajectoryDataset:
         return converted.sample, stats
 
     def acknowledge(self, leases: Sequence[str]) -> None:
-        """Acknowledge batches that are no longer needed. What does not reach the server now is sent again the next
-        time."""
+        """Acknowledge batches that are no longer needed. Acknowledgements that fail are retried
+        with the next call."""
         for lease_id in [lease for lease in self._held if lease in leases]:
             try:
                 self._client.ack(lease_id)
@@ -113,7 +122,8 @@ class TrajectoryDataset:
             self._held.pop(lease_id).cancel()
 
     def close(self) -> None:
-        """Close the client. A batch still held is given back when its lease expires, or when the run continues."""
+        """Close the client. A batch that is still held is delivered again when its lease expires,
+        or when the run continues."""
         for renewal in self._held.values():
             renewal.cancel()
         self._client.close()
@@ -142,9 +152,9 @@ class TrajectoryDataset:
                 f"{self._client.info()['batch_size']} sequences; is it strict?",
             )
 
-    def _settle(self, consumed: Sequence[str]) -> None:
-        """Settle the leases after a restart: batches that a checkpoint contains are acknowledged, the others in hand
-        come again."""
+    def _settle_leases(self, consumed: Sequence[str]) -> None:
+        """Resolve the leases after a restart: batches contained in a checkpoint are acknowledged,
+        the others are returned."""
         mine = [lease["lease_id"] for lease in self._client.leases() if lease["owner"] == self._client.trainer_id]
         for lease_id in mine:
             if lease_id in consumed:
@@ -154,9 +164,9 @@ class TrajectoryDataset:
         logger.info("leases of this run: %d, of them %d consumed", len(mine), len(set(mine) & set(consumed)))
 
 
-async def keep_renewed(client: AsyncTrajectoryClient, lease_id: str) -> None:
-    """Renew a lease until it has ended: at once, which shows how long it lasts, and whenever a third of that time has
-    gone by."""
+async def renew_lease(client: AsyncTrajectoryClient, lease_id: str) -> None:
+    """Renew a lease until it ends: immediately, to learn its duration, and then after each third of
+    that time."""
     while True:
         try:
             wait_s = await client.renew(lease_id) / 3
@@ -166,7 +176,9 @@ async def keep_renewed(client: AsyncTrajectoryClient, lease_id: str) -> None:
         except TrajectoryError as error:
             logger.warning("a lease was not renewed, and is tried again: %s", error)
             wait_s = _RETRY_S
-        except Exception:  # Nobody reads the future of this task: a lease that runs out in silence is trained on twice.
+        except Exception:
+            # The future of this task is not awaited. If it died silently, the lease would expire and the
+            # batch would be trained on twice.
             logger.exception("a lease was not renewed, and is tried again")
             wait_s = _RETRY_S
         await asyncio.sleep(wait_s)

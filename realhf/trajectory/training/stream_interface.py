@@ -1,7 +1,7 @@
-"""Implements streamed runs: the ``stream_gen`` call that takes the next batch of a server, and the source that names
-its places.
+"""Streamed runs: the ``stream_gen`` call that pulls the next batch of a trajectory server, and the
+source of its sample ids.
 
-The trajectory server decides which groups fill them when the batch is pulled, on a model worker.
+The server decides which groups fill the samples when the batch is pulled, on a model worker.
 """
 
 from __future__ import annotations
@@ -30,34 +30,39 @@ logger = logging.getLogger(__name__)
 class TrajectoryStreamInterface:
     """Pulls a batch at every ``generate``.
 
-    The lease of a batch is acknowledged when a checkpoint that was made after its train step is complete
-    (``committed``): a crash before that brings the batch again, one after it does not.
-
-    Args:
-        group, project: names of the run; batch_size: sequences of a batch; num_steps: of the run.
-        max_tokens: longest sequence. min_group_size: fewer valid sequences give a group no gradient.
-        temperature: at which producers sample; for log-probabilities that they did not send.
-        wait_s: how long a step waits for its batch.
-        url: of the server (empty: the one of this run); token_file: holds the bearer token. ca_file: whom an
-            https server is checked by.
-        max_staleness: policy versions that a group may lie behind. fresh: begin the server's run anew.
-        transcripts: how many sequences of a step are returned as text.
+    The lease of a batch is acknowledged when a checkpoint taken after its train step is complete
+    (``committed``): after a crash before that the batch is delivered again, after a crash later it
+    is not.
     """
 
     group: str
+    """Group of the run; part of its name."""
     project: str
+    """Project of the run; part of its name."""
     batch_size: int
+    """Sequences of a batch."""
     num_steps: int
+    """Number of steps of the run."""
     max_tokens: int
+    """Longest sequence in tokens."""
     min_group_size: int
+    """A group with fewer valid sequences gets no gradient."""
     temperature: float
+    """Sampling temperature of the producers, for log-probabilities that they did not send."""
     wait_s: float
+    """Seconds that a step waits for its batch."""
     url: str = ""
+    """Address of the server; "": the server of this run."""
     token_file: str = ""
+    """File with the bearer token."""
     ca_file: str = ""
+    """PEM file of the certificate authority for an https server."""
     max_staleness: int | None = None
+    """Most policy versions that a group may lag; None: no bound."""
     fresh: bool = False
+    """Whether to start a new run on the server."""
     transcripts: int = 2
+    """Sequences of a step that are returned as text."""
     _dataset: TrajectoryDataset | None = field(default=None, init=False)
     _saved: list[str] = field(default_factory=list, init=False)
     _untrained: set[str] = field(default_factory=set, init=False)
@@ -69,12 +74,12 @@ class TrajectoryStreamInterface:
     def generate(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, Any]]:
-        """Fill the places of ``sample`` with the groups of the next batch. Raises TrajectoryError."""
+        """Fill ``sample`` with the groups of the next batch. Raises TrajectoryError."""
 
         def rescore(own: SequenceSample) -> Tensor:
             return model.engine.logprobs(own, temperature=self.temperature, mb_spec=context.mb_spec)
 
-        dataset = self._connected(model, context)
+        dataset = self._get_dataset(model, context)
         before = set(dataset.held)
         self._engine = model.engine
         self._pulled_at = context.step
@@ -82,22 +87,22 @@ class TrajectoryStreamInterface:
             filled, stats = dataset.next(sample.ids, version=context.step, wait_s=self.wait_s, rescore=rescore)
         finally:
             self._untrained = set(dataset.held) - before
-        return filled, {**stats, "episodes": self._texts(filled, model.tokenizer, context.step)}
+        return filled, {**stats, "episodes": self._build_transcripts(filled, model.tokenizer, context.step)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the leases of batches that were trained on. A run that is stopped within a step may hold one that was
-        not: the server hands it out again."""
+        """Return the leases of batches that were trained on. A run that is stopped within a step
+        may hold one that was not; the server delivers it again."""
         held = self._dataset.held if self._dataset else []
         trained = self._engine is None or self._engine.version > self._pulled_at
         self._saved = held if trained else [lease for lease in held if lease not in self._untrained]
         return {"leases": self._saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the leases of batches that were trained on already."""
+        """Restore the leases of batches that were already trained on."""
         self._saved = list(state.get("leases", ()))
 
     def committed(self) -> None:
-        """Acknowledge the leases of the last ``state_dict``, because the checkpoint that holds it is complete."""
+        """Acknowledge the leases of the last ``state_dict``, because its checkpoint is complete."""
         if self._dataset is not None:
             self._dataset.acknowledge(self._saved)
 
@@ -107,7 +112,7 @@ class TrajectoryStreamInterface:
             self._dataset.close()
             self._dataset = None
 
-    def _connected(self, model: Model, context: CallContext) -> TrajectoryDataset:
+    def _get_dataset(self, model: Model, context: CallContext) -> TrajectoryDataset:
         if self._dataset is None:
             url = self.url or next(iter(context.endpoints.get("trajectory", ())), "")
             if not url:
@@ -129,12 +134,14 @@ class TrajectoryStreamInterface:
         token = Path(self.token_file).expanduser().read_text(encoding="utf-8").strip() if self.token_file else ""
         parts = urlsplit(url)
         if parts.password:  # the token of a server of this run
-            url, token = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), token or parts.password
+            url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+            token = token or parts.password
         name = quote(f"{self.group}/{self.project}")
         return TrajectoryClient(url, token=token, trainer_id=name, explicit_acks=True, ca_file=self.ca_file)
 
-    def _texts(self, sample: SequenceSample, tokenizer: Any, step: int) -> Sequence[str]:
-        texts, start = [], 0
+    def _build_transcripts(self, sample: SequenceSample, tokenizer: Any, step: int) -> Sequence[str]:
+        texts = []
+        start = 0
         for sample_id, lengths in zip(sample.ids, sample.seqlens["packed_input_ids"], strict=True):
             if lengths and len(texts) < self.transcripts:
                 ids = sample["packed_input_ids"][start : start + lengths[0]].tolist()
@@ -145,26 +152,28 @@ class TrajectoryStreamInterface:
 
 
 class BatchSlotSource:
-    """Names places without end. Ids are ``slot<i>@<n>`` with n counting from 0; no values, no metadata."""
+    """Infinite source of sample ids ``slot<i>@<n>``, with n counting from 0; no values, no
+    metadata."""
 
     def __init__(self, seed: int) -> None:
         del seed
         self._drawn = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:
-        """Return exactly ``n`` places."""
-        first, self._drawn = self._drawn, self._drawn + n
+        """Return exactly ``n`` items."""
+        first = self._drawn
+        self._drawn = self._drawn + n
         return [SourceItem(f"slot{index}@{first + index}") for index in range(n)]
 
     def record(self, results: Sequence[SampleResult]) -> None:
         """Do nothing: the producer of a group does not wait for its result."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many places were drawn."""
+        """Return the number of items drawn."""
         return {"drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the places that a saved state had drawn."""
+        """Continue after the items that a saved state had drawn."""
         self._drawn = int(state["drawn"])
 
     def stats(self) -> dict[str, float]:

@@ -1,2 +1,2 @@
-"""Turns bytes into groups and back: groups are validated once when they arrive, then spliced and never encoded
-twice."""
+"""Conversion of groups from and to bytes. Groups are validated once when they arrive, then spliced
+and never encoded twice."""

@@ -1,4 +1,5 @@
-"""Reads and decompresses request bodies under a cap, and within a budget of all bodies.
+"""Request bodies: reading and decompression under a size limit, and within a memory budget for all
+bodies.
 
 Source: docs/reference/trajectory.md 2.1, 3.8, 3.11.
 """
@@ -17,33 +18,36 @@ from isal import isal_zlib
 from realhf.trajectory.records import Refusal
 
 INLINE_BYTES = 256 << 10
-"""Size up to which compressed bodies are tried on the event loop; larger ones go to a thread, without the GIL."""
+"""Largest compressed body that is first tried on the event loop; larger ones go to a thread,
+without the GIL."""
 INLINE_PLAIN_BYTES = 1 << 20
-"""Size of the plain body from which inflating is begun again in a thread."""
-GRACE_S, LEAST_BYTES_PER_S = 30.0, 16 << 10
-"""How long a body may take, and the rate that gives it more time than that."""
+"""Plain size at which decompression on the event loop is abandoned and restarted in a thread."""
+GRACE_S = 30.0
+LEAST_BYTES_PER_S = 16 << 10
+"""Seconds that a body may take, and the transfer rate above which it may take longer."""
 MOST_MEMBERS = 10_000
-"""Largest number of members of a stream: each costs a new decoder and a copy of the slice that it began in."""
+"""Most members of a stream; each costs a new decoder and a copy of the slice in which it starts."""
 _SLICE = 256 << 10
 """Size of the slices in which a gzip body is fed to the decoder."""
 _MOST_AT_ONCE = 32 << 20
-"""Largest stated length of a plain body that is inflated in one step."""
+"""Largest stated plain length that is decompressed in one step."""
 _STEP = 1 << 20
-"""Size of the steps in which other bodies are inflated."""
+"""Size of the steps in which other bodies are decompressed."""
 _ZSTD_SLICE = 256
-"""Size of the slices of a Zstandard stream: four bytes of it may mean 128 KiB, and its reader does not stop in
-between."""
+"""Size of the slices of a Zstandard stream: four bytes may expand to 128 KiB, and its decoder does
+not stop in between."""
 _BAD_GZIP: tuple[Any, ...] = (isal_zlib.IsalError, EOFError)
 Take = Callable[[int], None]
+"""Function that counts held bytes (negative to release) and may raise Refusal."""
 
 
-def _free(nbytes: int) -> None:
-    """Count nothing: the default of ``take``."""
+def _count_nothing(nbytes: int) -> None:
+    """Count nothing; the default of ``take``."""
 
 
 class _Pieces:
-    """Joins pieces as they come. They are never held beside the whole that they make: the buffer grows in its place,
-    and gives its bytes away without a copy."""
+    """Buffer that joins pieces as they arrive without holding them twice; the result is returned
+    without a copy."""
 
     def __init__(self) -> None:
         self._buffer = BytesIO()
@@ -59,7 +63,7 @@ class _Pieces:
         self.size += len(piece)
 
     def whole(self) -> bytes:
-        """Return all pieces in one."""
+        """Return all pieces joined."""
         return self._buffer.getvalue()
 
 
@@ -69,15 +73,16 @@ async def read_body(
     encoding: str = "",
     max_bytes: int,
     allow_zstd: bool = False,
-    take: Take = _free,
+    take: Take = _count_nothing,
 ) -> bytes:
     """Return the plain body.
 
-    ``encoding`` is the Content-Encoding header; gzip counts wherever it is contained. ``take`` is called, from any
-    thread, with the bytes that are held. Raises Refusal 413 above ``max_bytes``, compressed or not, 400 for a damaged
-    stream, 503 for one that stalls, and what ``take`` raises.
+    ``encoding`` is the Content-Encoding header; gzip counts wherever it is contained. ``take`` is
+    called, from any thread, with the number of bytes held. Raises Refusal 413 above ``max_bytes``,
+    compressed or not, 400 for a damaged stream, 503 for one that stalls, and the errors of
+    ``take``.
     """
-    body = await _received(chunks, max_bytes, take)
+    body = await _receive(chunks, max_bytes, take)
     encoding = encoding.lower()
     if "gzip" in encoding:
         inflate = gunzip
@@ -87,7 +92,7 @@ async def read_body(
         return body
     plain = None
     if len(body) <= INLINE_BYTES:
-        plain = inflate(body, min(INLINE_PLAIN_BYTES, max_bytes), _free)
+        plain = inflate(body, min(INLINE_PLAIN_BYTES, max_bytes), _count_nothing)
         take(len(plain or b""))
     if plain is None:
         plain = await asyncio.to_thread(inflate, body, max_bytes, take)
@@ -96,10 +101,11 @@ async def read_body(
     return plain
 
 
-async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) -> bytes:
-    """Return the body as it was sent. Its buffer is not held any longer when it is inflated. Raises Refusal 503 for one
-    that hardly arrives: what there is of it holds room that others want."""
-    pieces, loop = _Pieces(), asyncio.get_running_loop()
+async def _receive(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) -> bytes:
+    """Return the body as it was sent. Raises Refusal 503 for a body that arrives too slowly,
+    because its bytes occupy the budget of other requests."""
+    pieces = _Pieces()
+    loop = asyncio.get_running_loop()
     began = loop.time()
     try:
         async with asyncio.timeout(GRACE_S) as limit:
@@ -116,16 +122,19 @@ async def _received(chunks: AsyncIterator[bytes], max_bytes: int, take: Take) ->
     return pieces.whole()
 
 
-def gunzip(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
-    """Inflate one or more gzip members; None where they hold more than ``max_bytes``.
+def gunzip(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | None:
+    """Decompress one or more gzip members; None if they contain more than ``max_bytes``.
 
-    The last four bytes state the length of the plain body. If that is true and not much, one step is enough; otherwise
-    the steps are small, since each is held a second time while it is added to the others. Raises Refusal 400 (not gzip,
-    truncated, corrupt).
+    The last four bytes state the length of the plain body. If that is plausible and not large, one
+    step suffices; otherwise the steps are small, since each is held twice while it is appended.
+    Raises Refusal 400 (not gzip, truncated, corrupt).
     """
-    said = int.from_bytes(body[-4:], "little") + 1
-    step = said if _STEP < said <= min(max_bytes, _MOST_AT_ONCE) else _STEP
-    pieces, members, position, fed = _Pieces(), 0, 0, b""
+    stated = int.from_bytes(body[-4:], "little") + 1
+    step = stated if _STEP < stated <= min(max_bytes, _MOST_AT_ONCE) else _STEP
+    pieces = _Pieces()
+    members = 0
+    position = 0
+    fed = b""
     try:
         while position < len(body) or fed:
             member = isal_zlib.decompressobj(31)
@@ -146,15 +155,18 @@ def gunzip(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
                     return None
                 step = _STEP  # the stated length was not all of it
             fed = member.unused_data
-            _count(members)
+            _check_members(members)
     except _BAD_GZIP as error:
         raise Refusal(400, f"the body is not valid gzip: {error}") from error
     return pieces.whole()
 
 
-def unzstd(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
-    """Inflate Zstandard frames; None where they hold more than ``max_bytes``. Raises Refusal 400."""
-    pieces, frames, position = _Pieces(), 0, 0
+def unzstd(body: bytes, max_bytes: int, take: Take = _count_nothing) -> bytes | None:
+    """Decompress Zstandard frames; None if they contain more than ``max_bytes``. Raises Refusal
+    400."""
+    pieces = _Pieces()
+    frames = 0
+    position = 0
     try:
         while position < len(body):
             frame = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
@@ -169,13 +181,13 @@ def unzstd(body: bytes, max_bytes: int, take: Take = _free) -> bytes | None:
                 take(len(part))
                 pieces.add(part)
             position -= len(frame.unused_data)
-            _count(frames)
+            _check_members(frames)
     except zstandard.ZstdError as error:
         raise Refusal(400, f"the body is not valid zstd: {error}") from error
     return pieces.whole()
 
 
-def _count(members: int) -> None:
+def _check_members(members: int) -> None:
     if members > MOST_MEMBERS:
         raise Refusal(400, f"the compressed body has more than {MOST_MEMBERS} members")
 
@@ -185,8 +197,9 @@ def _too_large(max_bytes: int) -> Refusal:
 
 
 class BodyBudget:
-    """Allows ``limit`` bytes for all bodies together, compressed and plain. They are counted as they arrive, not as
-    they are announced, so that no client holds room by announcing much and sending nothing."""
+    """Budget of ``limit`` bytes for all bodies together, compressed and plain. Bytes are counted as
+    they arrive, not as announced, so a client cannot reserve memory by announcing much and sending
+    nothing."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -196,8 +209,8 @@ class BodyBudget:
 
 
 class BodyShare:
-    """Counts what one request holds of the budget, until ``release``. Bodies are inflated in threads, so any thread may
-    call ``take``."""
+    """Bytes of the budget that one request holds, until ``release``. Thread-safe, because bodies
+    are decompressed in threads."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
@@ -205,8 +218,8 @@ class BodyShare:
         self._released = False
 
     def take(self, nbytes: int) -> None:
-        """Take more bytes from the budget. Raises Refusal 503 when they do not fit, or when the request has ended
-        meanwhile."""
+        """Take more bytes from the budget. Raises Refusal 503 when they do not fit, or when the
+        request has ended."""
         budget = self._budget
         with budget.lock:
             if budget.held + nbytes > budget.limit or self._released:
@@ -218,7 +231,7 @@ class BodyShare:
             self._held += nbytes
 
     def release(self) -> None:
-        """Give everything back."""
+        """Return all bytes."""
         with self._budget.lock:
             self._released = True
             self._budget.held -= self._held

@@ -1,7 +1,7 @@
-"""Encodes responses that carry groups: converted where the encodings differ, spliced, compressed.
+"""Encoding of responses with groups: converted if the encodings differ, spliced, compressed.
 
-The gzip segments are joined under one header with one checksum, since some clients do not read several members. Source:
-docs/reference/trajectory.md 2.1, 2.6, 3.11.
+The gzip segments are joined under one header with one checksum, since some clients read only one
+member. Source: docs/reference/trajectory.md 2.1, 2.6, 3.11.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from realhf.trajectory.records import FIELDS, FLOAT_ROWS, INTEGER_ROWS, N_STOCK_
 from realhf.trajectory.wire.msgpack_groups import Tensor, decoders
 
 GZIP_FROM_BYTES = 1000
-"""Size from which answers are compressed; smaller ones go out plain."""
+"""Size from which answers are compressed."""
 
 
 async def encode_batch(
     payloads: Sequence[Payload], data: Sequence[bytes], *, msgpack: bool, coding: str, level: int
 ) -> tuple[list[bytes | memoryview], str]:
-    """Return the pieces of a batch response and their Content-Encoding. ``coding``: what the client accepts best (gzip,
-    zstd or nothing); ``level``: 0 to 3."""
+    """Return the pieces of a batch response and their Content-Encoding. ``coding``: the client's
+    preferred one (gzip, zstd or ""). ``level``: 0 to 3."""
     if all((payload.encoding == Encoding.MSGPACK) == msgpack for payload in payloads):
         parts = [(payload.present, group) for payload, group in zip(payloads, data, strict=True)]
     else:
-        parts = await asyncio.to_thread(_converted, payloads, data, msgpack)
+        parts = await asyncio.to_thread(_convert, payloads, data, msgpack)
     pieces: list[bytes | memoryview] = msgpack_pieces(parts) if msgpack else json_pieces(parts)
     if not coding or sum(map(len, pieces)) < GZIP_FROM_BYTES:
         return pieces, ""
@@ -44,16 +44,16 @@ async def encode_batch(
 
 
 async def encode_group(payload: Payload, data: bytes, *, msgpack: bool) -> bytes:
-    """Encode one group with all stock keys."""
+    """Return one group with all stock keys."""
     if (payload.encoding == Encoding.MSGPACK) == msgpack:
         part = payload.present, data
     else:
-        [part] = await asyncio.to_thread(_converted, [payload], [data], msgpack)
+        [part] = await asyncio.to_thread(_convert, [payload], [data], msgpack)
     return msgpack_group(part) if msgpack else json_group(part)
 
 
-def _converted(payloads: Sequence[Payload], data: Sequence[bytes], msgpack: bool) -> list[Part]:
-    """Return the canonical bytes of each group in the encoding of the response."""
+def _convert(payloads: Sequence[Payload], data: Sequence[bytes], msgpack: bool) -> list[Part]:
+    """Return (present, canonical bytes) of each group in the encoding of the response."""
     parts = []
     for payload, group in zip(payloads, data, strict=True):
         if (payload.encoding == Encoding.MSGPACK) != msgpack:
@@ -64,7 +64,8 @@ def _converted(payloads: Sequence[Payload], data: Sequence[bytes], msgpack: bool
 
 Piece = bytes | memoryview
 Part = tuple[int, bytes]
-"""``present`` (see ``records.Payload``) and canonical bytes of one group, in the encoding of the response."""
+"""``present`` (see ``records.Payload``) and canonical bytes of one group, in the encoding of the
+response."""
 
 
 def json_pieces(parts: Sequence[Part]) -> list[Piece]:
@@ -78,7 +79,7 @@ def json_pieces(parts: Sequence[Part]) -> list[Piece]:
 def json_group(part: Part) -> bytes:
     """Return one group with all stock keys."""
     present, data = part
-    return b"".join((memoryview(data)[:-1], _json_rest(present)))
+    return b"".join((memoryview(data)[:-1], _json_nulls(present)))
 
 
 def msgpack_pieces(parts: Sequence[Part]) -> list[Piece]:
@@ -92,20 +93,20 @@ def msgpack_group(part: Part) -> bytes:
     present, data = part
     keys = N_STOCK_FIELDS + (present >> N_STOCK_FIELDS & 1)
     header = bytes([0x80 | keys]) if keys < 16 else b"\xde" + keys.to_bytes(2, "big")
-    return b"".join((header, data, _msgpack_rest(present)))
+    return b"".join((header, data, _msgpack_nulls(present)))
 
 
 @lru_cache(maxsize=256)
-def _json_rest(present: int) -> bytes:
-    return b"".join(b',"%s":null' % name.encode() for name in _absent(present)) + b"}"
+def _json_nulls(present: int) -> bytes:
+    return b"".join(b',"%s":null' % name.encode() for name in _missing_fields(present)) + b"}"
 
 
 @lru_cache(maxsize=256)
-def _msgpack_rest(present: int) -> bytes:
-    return b"".join(msgspec.msgpack.encode(name) + b"\xc0" for name in _absent(present))
+def _msgpack_nulls(present: int) -> bytes:
+    return b"".join(msgspec.msgpack.encode(name) + b"\xc0" for name in _missing_fields(present))
 
 
-def _absent(present: int) -> list[str]:
+def _missing_fields(present: int) -> list[str]:
     return [name for bit, name in enumerate(FIELDS[:N_STOCK_FIELDS]) if not present >> bit & 1]
 
 
@@ -116,7 +117,7 @@ def _array_header(length: int) -> bytes:
 
 
 def to_json(present: int, data: bytes) -> bytes:
-    """Return the JSON object of a group that was pushed as MessagePack pairs; the same keys are present."""
+    """Return the JSON object of a group that was pushed as MessagePack pairs, with the same keys."""
     header = present.bit_count()
     fields = msgspec.msgpack.decode(b"\xde" + header.to_bytes(2, "big") + data, type=dict[str, msgspec.Raw])
     values = {}
@@ -127,15 +128,16 @@ def to_json(present: int, data: bytes) -> bytes:
 
 
 def to_msgpack(data: bytes) -> bytes:
-    """Return the MessagePack pairs of a group that was pushed as JSON: i4 or i8 for integers, f8 for floats. An integer
-    beyond 64 bits, which MessagePack cannot represent, becomes its decimal text."""
+    """Return the MessagePack pairs of a group that was pushed as JSON: i4 or i8 for integers, f8
+    for floats. An integer beyond 64 bits, which MessagePack cannot represent, becomes decimal text.
+    """
     parts = []
     for name, raw in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
-        parts += (msgspec.msgpack.encode(name), _packed(name, bytes(raw)))
+        parts += (msgspec.msgpack.encode(name), _pack_field(name, bytes(raw)))
     return b"".join(parts)
 
 
-def _packed(name: str, raw: bytes) -> bytes:
+def _pack_field(name: str, raw: bytes) -> bytes:
     value: Any
     try:
         if raw == b"null" or name not in (*INTEGER_ROWS, *FLOAT_ROWS):
@@ -155,13 +157,14 @@ def _integer_or_text(digits: str) -> int | str:
 
 
 def rows(tensor: Tensor) -> list[list[int]] | list[list[float]]:
-    """Return lists of Python numbers; every dtype is exact in them."""
-    flat, ends = tensor.values().tolist(), np.cumsum(tensor.lengths(), dtype=np.int64).tolist()
+    """Return lists of Python numbers; the conversion is exact for every dtype."""
+    flat = tensor.values().tolist()
+    ends = np.cumsum(tensor.lengths(), dtype=np.int64).tolist()
     return [flat[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
 
 
 def integer_tensor(values: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Convert rows of integers to a tensor map of the smallest dtype that holds them."""
+    """Return rows of integers as a tensor map with the smallest sufficient dtype."""
     tensor = _tensor(values, np.dtype("<i8"))
     flat = np.frombuffer(tensor["data"], "<i8")
     if not flat.size or (flat.min() >= -(2**31) and flat.max() < 2**31):
@@ -182,15 +185,16 @@ def _tensor(values: Sequence[Sequence[float]], dtype: np.dtype[Any]) -> dict[str
 _HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"
 INLINE_BYTES = 64 << 10
-"""Size up to which a batch is deflated on the event loop, because a thread costs more."""
+"""Largest batch that is compressed on the event loop, because a thread would cost more."""
 RUN_BYTES = 128 << 10
-"""Size up to which neighbouring pieces are handed to a thread together."""
+"""Adjacent pieces up to this size are compressed together in one thread."""
 
 
 def segment(pieces: Sequence[Piece], level: int) -> tuple[bytes, int, int]:
-    """Deflate some pieces to raw blocks that end in a full flush, so that they stand alone. Return them with the
-    checksum and the number of bytes of the pieces."""
-    deflater, checksum = isal_zlib.compressobj(level, isal_zlib.DEFLATED, -15), 0
+    """Compress pieces to raw deflate blocks that end in a full flush, so that they are independent.
+    Returns (blocks, CRC-32, plain size)."""
+    deflater = isal_zlib.compressobj(level, isal_zlib.DEFLATED, -15)
+    checksum = 0
     packed = []
     for piece in pieces:
         packed.append(deflater.compress(piece))
@@ -205,7 +209,8 @@ async def gzip_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
         segments = [segment(pieces, level)]
     else:
         segments = await asyncio.gather(*(asyncio.to_thread(segment, run, level) for run in runs(pieces)))
-    checksum, size = 0, 0
+    checksum = 0
+    size = 0
     for _, part, length in segments:
         checksum = isal_zlib.crc32_combine(checksum, part, length)
         size += length
@@ -214,20 +219,20 @@ async def gzip_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
 
 
 def runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Group neighbours until they are worth a thread."""
-    found: list[list[Piece]] = []
+    """Group adjacent pieces until each group is worth a thread."""
+    groups: list[list[Piece]] = []
     room = 0
     for piece in pieces:
         if room <= 0:
-            found.append([])
+            groups.append([])
             room = RUN_BYTES
-        found[-1].append(piece)
+        groups[-1].append(piece)
         room -= len(piece)
-    return found
+    return groups
 
 
 async def zstd_pieces(pieces: Sequence[Piece], level: int) -> list[bytes]:
-    """Compress each run of pieces to one Zstandard frame; readers take the frames as one stream."""
+    """Compress each run of pieces to one Zstandard frame; decoders read the frames as one stream."""
     return list(await asyncio.gather(*(asyncio.to_thread(_zstd, b"".join(run), level) for run in runs(pieces))))
 
 

@@ -1,4 +1,5 @@
-"""Parses a request body into validated groups, in a process of its own where it would hold the event loop.
+"""Parsing of request bodies to validated groups, in a separate process if it would block the event
+loop.
 
 Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
@@ -25,30 +26,31 @@ from realhf.trajectory.records import Incoming, Refusal, invalid
 from realhf.trajectory.wire import json_groups, lax_groups, msgpack_groups
 
 YIELD_BYTES = 128 << 10
-"""Number of bytes of a body after which, between two groups, the event loop gets its turn."""
+"""Bytes of a body after which the event loop gets its turn, between two groups."""
 INLINE_BYTES = 4 << 20
 """Size from which bodies are validated in another process."""
 INLINE_BINARY_LIST_BYTES = 16 << 20
-"""The same size for MessagePack lists; it is larger because their tensors cost next to nothing."""
+"""The same for MessagePack lists; larger because their tensors cost almost nothing."""
 INLINE_LAX_BYTES = 32 << 10
-"""Size of a group on the lax path, which is twenty times slower, from which the body goes to another process."""
+"""Size of a group on the lax path, which is twenty times slower, from which the body goes to
+another process."""
 INLINE_NESTS = 50_000
-"""Number of objects and arrays in the free fields from which the body goes to another process."""
-Placed: TypeAlias = tuple[Incoming, tuple[int, int] | None]
-"""A group, and where its bytes are in the body; with None the group holds its bytes itself."""
+"""Objects and arrays in the free fields from which the body goes to another process."""
+LocatedGroup: TypeAlias = tuple[Incoming, tuple[int, int] | None]
+"""A group and the span of its bytes in the body; None if the group contains its bytes itself."""
 MSGPACK_TYPES = ("application/msgpack", "application/x-msgpack", "application/vnd.msgpack")
 
 
 def is_msgpack(content_type: str | None) -> bool:
-    """Return whether a body of this type, or an answer of it, is MessagePack."""
+    """Return whether this content type is MessagePack."""
     return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
 
 
 async def parse_groups(
     body: bytes, content_type: str | None, *, listed: bool, int64: bool, offload: Offload
 ) -> list[Incoming]:
-    """Return the groups of a push. ``listed``: the body is an array of them; ``int64``: tokens must fit 64 bits. Raises
-    Refusal 422 with ``loc``."""
+    """Return the groups of a push. ``listed``: the body is an array of groups. ``int64``: tokens
+    must fit 64 bits. Raises Refusal 422 with ``loc``."""
     msgpack = is_msgpack(content_type)
     if not msgpack:
         check_json_type(content_type)
@@ -61,12 +63,13 @@ async def parse_groups(
 
 
 async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> list[Incoming] | None:
-    """Parse on the event loop; return None when that would take too long."""
+    """Parse on the event loop; return None if that would take too long."""
     loc: list[str | int] = ["body"]
     items = _split(body, loc, msgpack) if listed else [body]
     if items is None:
         return lax_groups.read_lax_list(body, loc, int64=int64) if len(body) <= INLINE_LAX_BYTES else None
-    groups, since = [], 0
+    groups = []
+    since = 0
     if max(map(len, items), default=0) > INLINE_BYTES:
         return None
     for index, item in enumerate(items):
@@ -82,22 +85,22 @@ async def _parse_here(body: bytes, msgpack: bool, listed: bool, int64: bool) -> 
 
 
 async def _parse_elsewhere(body: bytes, msgpack: bool, listed: bool, int64: bool, offload: Offload) -> list[Incoming]:
-    """Parse in another process. The body goes there through a file, and places in the body come back: pickles of it
-    would hold the event loop as well."""
+    """Parse in another process. The body goes there through a file, and spans in the body come
+    back, because pickling it would block the event loop as well."""
     try:
-        file = await asyncio.to_thread(_spilled, body)
+        file = await asyncio.to_thread(_spill, body)
     except OSError as error:
         raise Refusal(503, f"no room for a large body: {error.strerror}", {"Retry-After": "1"}) from error
     with file:
-        found = await offload.run(parse_file, file.name, msgpack, listed, int64)
+        located = await offload.run(parse_file, file.name, msgpack, listed, int64)
     groups = []
-    for incoming, span in found:
+    for incoming, span in located:
         groups.append(incoming if span is None else msgspec.structs.replace(incoming, data=body[span[0] : span[1]]))
         await asyncio.sleep(0)
     return groups
 
 
-def _spilled(body: bytes) -> IO[bytes]:
+def _spill(body: bytes) -> IO[bytes]:
     file = NamedTemporaryFile(prefix="trajectory-body-")  # noqa: SIM115 - the caller closes it
     try:
         file.write(body)
@@ -108,14 +111,15 @@ def _spilled(body: bytes) -> IO[bytes]:
     return file
 
 
-def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[Placed]:
-    """Parse the body in a file in one go, for a process of its own. Raises Refusal."""
+def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[LocatedGroup]:
+    """Parse the body in a file at once, in another process. Raises Refusal."""
     loc: list[str | int] = ["body"]
     body = Path(path).read_bytes()
     items = _split(body, loc, msgpack) if listed else [body]
     if items is None:
         return [(group, None) for group in lax_groups.read_lax_list(body, loc, int64=int64)]
-    placed, position = [], 0
+    placed = []
+    position = 0
     for index, item in enumerate(items):
         place = [*loc, index] if listed else loc
         group = _read_fast(item, place, msgpack) or lax_groups.read_lax(item, place, int64=int64)
@@ -130,7 +134,7 @@ def parse_file(path: str, msgpack: bool, listed: bool, int64: bool) -> list[Plac
 
 
 def check_json_type(content_type: str | None) -> None:
-    """Raise Refusal 422 for any type other than JSON; a body without a type is taken for JSON."""
+    """Raise Refusal 422 for a type other than JSON; a body without a type counts as JSON."""
     if not content_type:
         return
     kind = content_type.partition(";")[0].strip().lower()
@@ -150,16 +154,16 @@ def _split(body: bytes, loc: list[str | int], msgpack: bool) -> list[bytes] | No
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
-"""How long the child may take for one body."""
+"""Seconds that the child process may take for one body."""
 CLOSE_S = 5.0
-"""How long ``close`` waits for a child that still works."""
+"""Seconds that ``close`` waits for a busy child process."""
 
 
 class Offload:
-    """Runs picklable functions in one child process, started when it is first needed.
+    """Runs picklable functions in one child process, started on first use.
 
-    ``turn`` lets bodies that are parsed on the event loop be parsed one by one, so that between two groups the loop
-    serves other requests.
+    ``turn`` serialises the parsing of bodies on the event loop, so that it serves other requests
+    between two groups.
     """
 
     def __init__(self) -> None:
@@ -167,62 +171,64 @@ class Offload:
         self._pool: ProcessPoolExecutor | None = None
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Return the result of ``function(*args)``. A child that died is replaced once, because it may have died
-        before. Raises Refusal 503 when the next one died too, or took too long."""
+        """Return the result of ``function(*args)``. A dead child is replaced once, because it may
+        have died earlier. Raises Refusal 503 when the next one dies too, or takes too long."""
         try:
             return await self._attempt(function, *args)
         except TimeoutError as error:
-            raise _failed("it took too long") from error
+            raise _parser_failure("it took too long") from error
         except (BrokenProcessPool, OSError):
             pass
         try:
             return await self._attempt(function, *args)
         except (BrokenProcessPool, TimeoutError) as error:
-            raise _failed("it died") from error
+            raise _parser_failure("it died") from error
         except OSError as error:  # no descriptor or memory for it at present
-            raise _failed(str(error)) from error
+            raise _parser_failure(str(error)) from error
 
     async def close(self) -> None:
-        """End the child; one that still works is left to end by itself after a few seconds."""
-        pool, self._pool = self._pool, None
+        """Stop the child; a busy child is left to end by itself after a few seconds."""
+        pool = self._pool
+        self._pool = None
         if pool is not None:
             end = asyncio.to_thread(pool.shutdown, wait=True, cancel_futures=True)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(end, CLOSE_S)
 
     async def _attempt(self, function: Callable[..., T], *args: Any) -> T:
-        pool = self._started()
+        pool = self._get_pool()
         try:
             work = asyncio.get_running_loop().run_in_executor(pool, function, *args)
             return await asyncio.wait_for(work, DEADLINE_S)
         except (BrokenProcessPool, OSError):  # TimeoutError is one, too
-            self._give_up(pool)
+            self._abandon(pool)
             raise
 
-    def _started(self) -> ProcessPoolExecutor:
+    def _get_pool(self) -> ProcessPoolExecutor:
         if self._pool is None:
             spawn = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_end_with_the_server)
+            self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_follow_server)
         return self._pool
 
-    def _give_up(self, pool: ProcessPoolExecutor) -> None:
-        """Abandon the child. Requests that wait for it may still get their answer; the next body gets another child."""
+    def _abandon(self, pool: ProcessPoolExecutor) -> None:
+        """Abandon the child. Requests that wait for it may still get their answer; the next body
+        gets another child."""
         if self._pool is pool:
             self._pool = None
         pool.shutdown(wait=False)
 
 
-def _failed(how: str) -> Refusal:
+def _parser_failure(how: str) -> Refusal:
     return Refusal(503, f"the parser process failed on this body: {how}", {"Retry-After": "1"})
 
 
-def _end_with_the_server() -> None:
-    """Leave Ctrl-C to the server, and end when the server is killed."""
+def _follow_server() -> None:
+    """Ignore Ctrl-C, which is for the server, and exit when the server dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_wait_for_the_server, daemon=True).start()
+    threading.Thread(target=_exit_with_server, daemon=True).start()
 
 
-def _wait_for_the_server() -> None:
+def _exit_with_server() -> None:
     server = multiprocessing.parent_process()
     if server is not None:
         server.join()

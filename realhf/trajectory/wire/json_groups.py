@@ -1,11 +1,12 @@
-"""Implements the fast path for JSON: one typed pass over the bytes of a group, which are then kept as they came,
-but for integers among ``FLOATS``, which become floats.
+"""Fast path for JSON: one typed pass over the bytes of a group. The bytes are then kept unchanged,
+except that integers in ``FLOATS`` become floats.
 
-``integer_rows`` and ``float_rows`` take valid JSON (msgspec has walked through it) and answer only where the bytes
-leave no doubt. With None the caller has to decode it.
+``integer_rows`` and ``float_rows`` take valid JSON (already parsed by msgspec) and answer only if
+the bytes leave no doubt; otherwise they return None and the caller decodes.
 
-Anything unusual (a value that needs coercion, an unknown or repeated key, an error) makes ``read_group`` return None,
-and the lax path decides. Source: docs/reference/trajectory.md 2.6, 3.8, 3.11.
+For anything unusual (a value that needs coercion, an unknown or repeated key, an error)
+``read_group`` returns None, and the lax path decides. Source: docs/reference/trajectory.md 2.6,
+3.8, 3.11.
 """
 
 from __future__ import annotations
@@ -34,46 +35,50 @@ from realhf.trajectory.records import (
 
 _COMMA, _OPEN, _CLOSE, _SPACE, _ZERO = b",[] 0"
 _INTEGER_BLOCK = 8
-"""Size of aligned blocks. Where no block of that many bytes is all digits, no integer has more than 14 of them."""
+"""Size of aligned blocks for integers. If no block of this size is all digits, no integer has more
+than 14 digits."""
 _FLOAT_BLOCK = 128
 """The same for floats, with 254 digits: without a positive exponent such a number is finite."""
 
 
 def integer_rows(raw: bytes) -> int | None:
-    """Count the rows of a ``[[int]]`` whose integers surely fit 64 bits; None if that is in doubt."""
+    """Return the number of rows of a ``[[int]]`` whose integers certainly fit 64 bits; None if in
+    doubt."""
     if raw[-17:-2].isdigit():
         return None  # the last number may lie across the end of the last whole block
-    return _rows(raw, raw.translate(None, b"0123456789-, "), _INTEGER_BLOCK)
+    return _count_rows(raw, raw.translate(None, b"0123456789-, "), _INTEGER_BLOCK)
 
 
 def float_rows(raw: bytes) -> int | None:
-    """Count the rows of a ``[[float]]`` whose numbers are surely finite (integers are allowed); None if in doubt."""
+    """Return the number of rows of a ``[[float]]`` whose numbers are certainly finite (integers are
+    allowed); None if in doubt."""
     if b"e" in raw and raw.count(b"e") != raw.count(b"e-"):
         return None
-    return _rows(raw, raw.translate(None, b"0123456789-., e"), _FLOAT_BLOCK)
+    return _count_rows(raw, raw.translate(None, b"0123456789-., e"), _FLOAT_BLOCK)
 
 
-def _rows(raw: bytes, brackets: bytes, block: int) -> int | None:
-    """Count the rows. ``brackets``: what is left of ``raw`` without its numbers."""
+def _count_rows(raw: bytes, brackets: bytes, block: int) -> int | None:
+    """Return the number of rows. ``brackets``: ``raw`` without its numbers."""
     rows = len(brackets) // 2 - 1
     if brackets != b"[" + b"[]" * rows + b"]":
         return None
     if rows == 0:
         return 0 if raw == b"[]" else None
     data = np.frombuffer(raw, np.uint8)
-    sure = raw.startswith(b"[[") and raw.endswith(b"]]") and _adjacent(data) and _no_block_of_digits(data, block)
+    sure = raw.startswith(b"[[") and raw.endswith(b"]]") and _are_adjacent(data) and _no_block_of_digits(data, block)
     return rows if sure else None
 
 
-def _adjacent(data: np.ndarray) -> bool:
-    """Return whether every row but the first follows another one directly; a number between rows would hide there."""
+def _are_adjacent(data: np.ndarray) -> bool:
+    """Return whether every row directly follows the previous one; a number between rows would be
+    hidden there."""
     opens = np.flatnonzero(data == _OPEN)[2:]
     comma = opens - 1 - (data[opens - 1] == _SPACE)
     return bool(np.all((data[comma] == _COMMA) & (data[comma - 1] == _CLOSE)))
 
 
 def _no_block_of_digits(data: np.ndarray, block: int) -> bool:
-    """Return whether no aligned block of ``block`` bytes, a multiple of 8, consists of digits only."""
+    """Return whether no aligned block of ``block`` bytes (a multiple of 8) consists of digits only."""
     others = (data[: len(data) // block * block] - np.uint8(_ZERO)) > 9
     words = others.view(np.uint64)
     return bool(words.all() if block == 8 else words.reshape(-1, block // 8).any(axis=1).all())
@@ -86,17 +91,17 @@ _WHOLE_FIELDS = [name for name in FIELDS if name not in (*_ROWS, *FLOATS, *FREE_
 _INTEGER = re.compile(rb"([\[,\s]-?[0-9]+)(?=[\s,\]])")
 
 
-def floats_only(raw: bytes) -> bytes:
-    """Return nested lists of numbers with every integer as a float: trainers make tensors of them, and those of
-    integers have no mean."""
+def convert_integers(raw: bytes) -> bytes:
+    """Return nested lists of numbers with every integer as a float. Trainers convert them to
+    tensors, and integer tensors have no mean."""
     if raw.count(b".") == raw.count(b",") + 1:
-        return raw  # as many points as numbers, and a number has one at most
+        return raw  # as many decimal points as numbers, and each number has at most one
     return _INTEGER.sub(rb"\1.0", raw)
 
 
 @cache
 def _decoders() -> tuple[msgspec.json.Decoder[Any], dict[str, msgspec.json.Decoder[Any]]]:
-    """Return the decoder of a group, whose fields in the second table are left as bytes, and theirs."""
+    """Return the decoder of a group, and the decoders of the fields that it leaves as bytes."""
     kinds = {name: SCHEMA[name] if name in _WHOLE_FIELDS else msgspec.Raw for name in FIELDS}
     fields = [(name, kind) if name in REQUIRED else (name, kind | UnsetType, UNSET) for name, kind in kinds.items()]
     group = msgspec.defstruct("Group", fields, forbid_unknown_fields=True)
@@ -105,13 +110,15 @@ def _decoders() -> tuple[msgspec.json.Decoder[Any], dict[str, msgspec.json.Decod
 
 
 def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
-    """Read the group in ``data`` (one JSON object, white space around it allowed). Returns None when the lax path has
-    to decide, also when its free fields hold more than ``most_nests`` objects and arrays."""
+    """Read the group in ``data``, one JSON object. Returns None if the lax path has to decide, also
+    if the free fields contain more than ``most_nests`` objects and arrays."""
     group_decoder, decoders = _decoders()
     data = data.strip(WHITE_SPACE)
     try:
         group = group_decoder.decode(data)
-        quotes, present, size = 0, 0, 0
+        quotes = 0
+        present = 0
+        size = 0
         changed: dict[str, bytes] = {}
         for bit, name in enumerate(FIELDS):
             value = getattr(group, name)
@@ -136,15 +143,15 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
                 value = decoders[name].decode(raw)
                 if name == "messages" and not complete_messages(value):
                     return None
-            if name in FLOATS and (floats := floats_only(bytes(value))) != bytes(value):
+            if name in FLOATS and (floats := convert_integers(bytes(value))) != bytes(value):
                 changed[name] = floats
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     if np.count_nonzero(np.frombuffer(data, np.uint8) == _QUOTE) != quotes:
-        return None  # a key came twice: then there are more quotes than those of the keys and the free fields
+        return None  # a repeated key: there are more quotes than those of the keys and the free fields
     if changed:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        data = _joined({name: changed.get(name) or bytes(raw) for name, raw in fields.items()})
+        data = _join_fields({name: changed.get(name) or bytes(raw) for name, raw in fields.items()})
     version = group.policy_version
     return Incoming(
         data,
@@ -158,25 +165,26 @@ def read_group(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
 
 
 def read_known(data: bytes, most_nests: int = sys.maxsize) -> Incoming | None:
-    """Read the group without its unknown and repeated keys, the last of which counts; None: ask the lax path."""
+    """Read the group without unknown keys, with the last of repeated keys; None if the lax path has
+    to decide."""
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return read_group(_joined({name: bytes(raw) for name, raw in fields.items() if name in FIELDS}), most_nests)
+    return read_group(_join_fields({name: bytes(raw) for name, raw in fields.items() if name in FIELDS}), most_nests)
 
 
-def _joined(fields: dict[str, bytes]) -> bytes:
+def _join_fields(fields: dict[str, bytes]) -> bytes:
     return b"{" + b",".join(b'"%s":%s' % (name.encode(), raw) for name, raw in fields.items()) + b"}"
 
 
 def complete_messages(rows: list[list[dict[str, Any]]] | None) -> bool:
-    """Return whether every message has a role and content, of whatever kind."""
+    """Return whether every message has a role and a content of any type."""
     return all("role" in message and "content" in message for row in rows or () for message in row)
 
 
 def split_list(data: bytes) -> list[bytes] | None:
-    """Return the elements of a JSON array, each as its bytes; None if this is not a well-formed array."""
+    """Return the elements of a JSON array as bytes; None if it is not a well-formed array."""
     try:
         return [bytes(item) for item in msgspec.json.decode(data, type=list[msgspec.Raw])]
     except (msgspec.MsgspecError, ValueError, RecursionError):

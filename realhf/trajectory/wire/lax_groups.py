@@ -1,6 +1,7 @@
-"""Implements the lax path for JSON: the original's coercions and error lists, then canonical bytes.
+"""Lax path for JSON: the original server's coercions and error lists, then canonical bytes.
 
-It is slow and exact; it gets what the fast path would not decide. Source: docs/reference/trajectory.md 2.1, 2.6, 3.8.
+It is slow and exact, and handles what the fast path leaves undecided. Source:
+docs/reference/trajectory.md 2.1, 2.6, 3.8.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from realhf.trajectory.records import FIELDS, FREE_FIELDS, Encoding, Incoming, R
 from realhf.trajectory.wire.json_groups import complete_messages
 
 MAX_ERRORS = 20
-"""Number of errors that a 422 lists at most."""
+"""Most errors that a 422 lists."""
 
 Loc = list[str | int]
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
-"""A list that reports one error at most, so that a million bad numbers do not become a million errors."""
+"""A list that reports at most one error, so that a million invalid numbers do not become a million
+errors."""
 
 
 class ScoredData(BaseModel):
@@ -56,8 +58,8 @@ class ScoredData(BaseModel):
 
 
 def read_lax(data: bytes, loc: Loc, *, int64: bool) -> Incoming:
-    """Read the group in ``data``. ``int64``: tokens and masks must fit signed 64 bit. Raises Refusal 422 with
-    ``loc``."""
+    """Read the group in ``data``. ``int64``: tokens and masks must fit signed 64 bits. Raises
+    Refusal 422 with ``loc``."""
     return from_object(parse(data, loc), loc, int64=int64)
 
 
@@ -65,12 +67,13 @@ def read_lax_list(data: bytes, loc: Loc, *, int64: bool) -> list[Incoming]:
     """Read the groups of a list that the fast path could not split. Raises Refusal 422."""
     value = parse(data, loc)
     if not isinstance(value, list):
-        raise invalid(loc, "Input should be a valid list", "list_type", shown(value))
+        raise invalid(loc, "Input should be a valid list", "list_type", format_input(value))
     return [from_object(item, [*loc, index], int64=int64) for index, item in enumerate(value)]
 
 
 def parse(data: bytes, loc: Loc) -> Any:
-    """Parse JSON to Python. Raises Refusal 422 for what is malformed, too deep, or has numbers of absurd length."""
+    """Parse JSON. Raises Refusal 422 for malformed or too deeply nested JSON, and for numbers with
+    too many digits."""
     try:
         return json.loads(data.decode("utf-8"))
     except RecursionError:
@@ -103,20 +106,21 @@ def from_object(value: Any, loc: Loc, *, int64: bool) -> Incoming:
 
 
 def problems(errors: Sequence[Any], loc: Loc) -> list[dict[str, Any]]:
-    """Return pydantic's errors as the contract lists them; inputs are shown where they are short and JSON-able."""
+    """Return pydantic's errors in the format of the contract; inputs are included if they are short
+    and JSON-serialisable."""
     return [
         {
             "type": item["type"],
-            "loc": [*loc, *map(shown, item["loc"])],
-            "msg": shown(str(item["msg"])),
-            "input": shown(item.get("input")),
+            "loc": [*loc, *map(format_input, item["loc"])],
+            "msg": format_input(str(item["msg"])),
+            "input": format_input(item.get("input")),
         }
         for item in errors[:MAX_ERRORS]
     ]
 
 
-def shown(value: Any) -> Any:
-    """Return a value as an error may show it: scalars themselves, the rest by kind."""
+def format_input(value: Any) -> Any:
+    """Return a value as an error may show it: scalars themselves, other values by type."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, bool) or value is None:
@@ -130,34 +134,34 @@ def shown(value: Any) -> Any:
 
 def _check_free_fields(group: ScoredData, loc: Loc) -> None:
     for name in FREE_FIELDS:
-        for where in _not_finite(getattr(group, name)):
-            raise invalid([*loc, name, *map(shown, where)], "Input should be a finite number", "finite_number")
+        for where in _find_not_finite(getattr(group, name)):
+            raise invalid([*loc, name, *map(format_input, where)], "Input should be a finite number", "finite_number")
 
 
-def _not_finite(value: Any) -> Iterator[tuple[Any, ...]]:
+def _find_not_finite(value: Any) -> Iterator[tuple[Any, ...]]:
     """Yield the paths of numbers that JSON cannot represent."""
     if isinstance(value, float):
         if not math.isfinite(value):
             yield ()
     elif isinstance(value, (dict, list)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            for where in _not_finite(item):
+            for where in _find_not_finite(item):
                 yield (key, *where)
 
 
 def _check_int64(group: ScoredData, loc: Loc) -> None:
     for name in ("tokens", "masks", "distill_token_ids"):
-        for where in _beyond_int64(getattr(group, name) or []):
+        for where in _find_beyond_int64(getattr(group, name) or []):
             raise invalid([*loc, name, *where], "Input should fit a signed 64 bit integer", "int_range")
 
 
-def _beyond_int64(values: list[Any]) -> Iterator[tuple[int, ...]]:
-    """Yield the paths of integers beyond signed 64 bit in nested lists."""
+def _find_beyond_int64(values: list[Any]) -> Iterator[tuple[int, ...]]:
+    """Yield the paths of integers beyond signed 64 bits in nested lists."""
     if values and isinstance(values[0], int) and min(values) >= -(2**63) and max(values) < 2**63:
         return
     for index, item in enumerate(values):
         if isinstance(item, list):
-            for where in _beyond_int64(item):
+            for where in _find_beyond_int64(item):
                 yield (index, *where)
         elif not -(2**63) <= item < 2**63:
             yield (index,)

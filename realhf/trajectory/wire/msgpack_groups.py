@@ -1,7 +1,8 @@
-"""Reads groups as MessagePack: the same maps as JSON, with raw tensors where a field is a list of rows of numbers.
+"""Parsing of groups in MessagePack: the same maps as in JSON, with raw tensors for fields that are
+lists of rows of numbers.
 
-A tensor is ``{"__t__": 1, "dtype": "i4|i8|f2|f4|f8", "lens": u32 LE each, "data": LE row-major}``. Source:
-docs/reference/trajectory.md 3.11.
+A tensor is ``{"__t__": 1, "dtype": "i4|i8|f2|f4|f8", "lens": u32 LE each, "data": LE row-major}``.
+Source: docs/reference/trajectory.md 3.11.
 """
 
 from __future__ import annotations
@@ -33,19 +34,24 @@ INTEGER_DTYPES = ("i4", "i8")
 
 
 class Tensor(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds rows of numbers. ``lens``: length of each row; ``data``: the rows one after the other."""
+    """Rows of numbers."""
 
     t: Literal[1] = msgspec.field(name="__t__")
+    """Marker of a tensor."""
     dtype: Literal["i4", "i8", "f2", "f4", "f8"]
+    """Little-endian element type."""
     lens: memoryview
+    """Length of each row, uint32 little-endian."""
     data: memoryview
+    """The rows, concatenated."""
 
     def lengths(self) -> np.ndarray:
-        """Return the row lengths, uint32 (n,). Raises ValueError for a ragged buffer."""
+        """Return the row lengths, uint32 (n,). Raises ValueError if the buffer is no multiple of 4
+        bytes."""
         return np.frombuffer(self.lens, "<u4")
 
     def values(self) -> np.ndarray:
-        """Return all rows, flat. Raises ValueError when the lengths and the data do not agree."""
+        """Return all rows, flat. Raises ValueError when the lengths and the data disagree."""
         flat = np.frombuffer(self.data, f"<{self.dtype}")
         if int(self.lengths().sum(dtype=np.uint64)) != len(flat):
             raise ValueError(f"lens say {self.lengths().sum(dtype=np.uint64)} values and data holds {len(flat)}")
@@ -53,14 +59,14 @@ class Tensor(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RowsDecoder:
-    """Decodes a tensor or plain lists: a MessagePack map or an array, as the first byte shows."""
+    """Decoder of a tensor (a MessagePack map) or plain lists (an array), by the first byte."""
 
     def __init__(self, lists: Any) -> None:
         self._lists = msgspec.msgpack.Decoder(lists)
         self._tensor = msgspec.msgpack.Decoder(Tensor)
 
     def decode(self, raw: msgspec.Raw) -> Any:
-        """Decode the value of one field. Raises what msgspec raises for malformed values."""
+        """Return the value of one field. Raises msgspec's errors for malformed values."""
         first = memoryview(raw)[0]
         is_map = 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
         return (self._tensor if is_map else self._lists).decode(raw)
@@ -68,7 +74,7 @@ class RowsDecoder:
 
 @cache
 def decoders() -> dict[str, RowsDecoder | msgspec.msgpack.Decoder[Any]]:
-    """Make one decoder for the form of each field."""
+    """Return one decoder per field."""
     return {
         name: (RowsDecoder if name in (*INTEGER_ROWS, *FLOAT_ROWS) else msgspec.msgpack.Decoder)(form)
         for name, form in SCHEMA.items()
@@ -84,7 +90,9 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
     for name in REQUIRED:
         if name not in fields:
             raise invalid([*loc, name], "Field required", "missing")
-    parts, present, values = [], 0, {}
+    parts = []
+    present = 0
+    values = {}
     for bit, name in enumerate(FIELDS):
         if name in fields:
             values[name] = check_field(name, fields[name], [*loc, name])
@@ -103,7 +111,7 @@ def read_group(raw: bytes | memoryview, loc: Loc) -> Incoming:
 
 
 def check_field(name: str, raw: msgspec.Raw, loc: Loc) -> Any:
-    """Return the value of one field, validated. Raises Refusal 422."""
+    """Return the validated value of one field. Raises Refusal 422."""
     try:
         value = decoders()[name].decode(raw)
         if isinstance(value, Tensor):
@@ -128,7 +136,7 @@ def _check_tensor(tensor: Tensor, name: str) -> None:
 
 
 def _check_plain(value: Any, loc: Loc) -> None:
-    """Refuse what JSON cannot represent: binary, extension types, NaN."""
+    """Raise Refusal 422 for values that JSON cannot represent: binary, extension types, NaN."""
     if isinstance(value, list):
         if _finite_floats(value):
             return

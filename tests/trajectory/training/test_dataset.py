@@ -15,7 +15,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.api.source import DataSource
 from realhf.registry import interfaces, sources
 from realhf.trajectory.client import Denied, NoBatchYet, NotRegistered, TrajectoryClient
-from realhf.trajectory.training.dataset import keep_renewed
+from realhf.trajectory.training.dataset import renew_lease
 from realhf.trajectory.training.stream_interface import TrajectoryStreamInterface
 from tests.trajectory.conftest import running_server
 from tests.trajectory.groups import group
@@ -196,7 +196,7 @@ def test_a_long_step_keeps_its_batch(tmp_path):
 
 def test_a_lease_that_is_lost_is_said_and_forgotten(make, url, tmp_path, caplog):
     with TrajectoryClient(url) as client:
-        client.run(keep_renewed, "unknown")
+        client.run(renew_lease, "unknown")
     assert "train on a batch of ours" in caplog.text and "unknown lease" in caplog.text
     push(url, 1, 2)
     interface = make()

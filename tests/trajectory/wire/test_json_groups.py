@@ -95,8 +95,8 @@ def test_floats_that_were_pushed_as_integers_are_floats(listed, unknown, separat
 
 def test_what_is_said_in_floats_is_kept_as_it_came():
     for said in (b"[[1.0,-2.5],[0.0]]", b"[1.5e-05]", b"[]", b"[[]]"):
-        assert json_groups.floats_only(said) == said
-    assert json_groups.floats_only(b"[[1,-2.5],[],[1e-05, 0]]") == b"[[1.0,-2.5],[],[1e-05, 0.0]]"
+        assert json_groups.convert_integers(said) == said
+    assert json_groups.convert_integers(b"[[1,-2.5],[],[1e-05, 0]]") == b"[[1.0,-2.5],[],[1e-05, 0.0]]"
 
 
 def test_a_minimal_group_gets_all_fourteen_keys():
