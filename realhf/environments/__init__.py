@@ -1,1 +1,1 @@
-"""Environments that ship with the package and need no service, each in a folder of its own."""
+"""Environments that ship with the package and need no service, each in its own folder."""

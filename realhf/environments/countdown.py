@@ -1,6 +1,6 @@
-"""Plays countdown: reach a number by arithmetic on given numbers, judged by a verifier that is a pure function.
+"""Countdown: reach a number by arithmetic on given numbers, judged by a verifier that is a pure function.
 
-answer  := step (separator step)*          separator: "," or a line break
+    answer  := step (separator step)*          separator: "," or a line break
     step    := sum ["=" value]
     sum     := product (("+" | "-") product)*
     product := atom (("*" | "/") atom)*
@@ -8,18 +8,18 @@ answer  := step (separator step)*          separator: "," or a line break
     value   := ["-"] number ["/" number]
 
 ``3*4=12, 12+5=17`` reaches 17 from 3, 4 and 5, and so does ``3*4+5``. A step takes numbers from a pool, each once, and
-puts its value there if that is a whole number from 0 on, so that a later step may take it. A stated value must be
+adds its value to the pool if that is a non-negative integer, so that a later step may use it. A stated value must be
 right. Values are exact fractions.
 
-The text is hostile. Every number is taken from the pool as it is read, so no value outgrows what the given numbers
+The text is hostile input. Every number is taken from the pool as it is read, so no value exceeds what the given numbers
 allow; length, depth and digits are bounded before anything is computed.
 
 - *solution*: the steps that reach the target.
 - *recovery*: a line of steps that misses it, and on the next line the right steps. Only the last line is judged.
-- *habit*: an answer that earns no success. Most claim the target: the last step states it, whatever its operation comes
-  to. The others miss it honestly.
+- *habit*: an answer that fails. Most claim the target: the last step states it although its operation has another
+  value. The others miss it honestly.
 
-Solutions are drawn with the puzzle, nothing is searched for.
+Solutions are drawn together with the puzzle, without a search.
 """
 
 from __future__ import annotations
@@ -50,36 +50,38 @@ from realhf.env.loader.tasks import GroupedTaskSet, is_held_out
 from realhf.env.loader.threads import Threads
 
 LONGEST_ANSWER = 240
-"""Characters. Eight numbers with all steps written out take less."""
+"""Most characters of an answer; eight numbers with all steps format_steps out need fewer."""
 DEEPEST = 16
-"""Parentheses within each other."""
+"""Most nested parentheses."""
 MOST_DIGITS = 18
 _DIGITS = "0123456789"
 _SYMBOLS = "+-*/()=,"
 
 
 class ArithmeticRefused(ValueError):
-    """The text is no right arithmetic on the given numbers; the message says why."""
+    """The text is not valid arithmetic on the given numbers; the message states the reason."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What right steps come to: the ``value`` of the last one, and how many ``operations`` they hold."""
+    """Result of valid steps."""
 
     value: Fraction
+    """Value of the last step."""
     operations: int
+    """Number of operations."""
 
 
 def evaluate(text: str, numbers: Iterable[int]) -> Evaluated:
-    """Return what the steps in ``text`` come to. Raises ArithmeticRefused for text that is no such steps, for a number
-    that is not there (any more), for a stated value that is wrong, and for a division by 0."""
+    """Return the result of the steps in ``text``. Raises ArithmeticRefused for a syntax error, a
+    number that is not (or no longer) available, a wrong stated value, and a division by 0."""
     return _Reader(_tokens(text), Counter(numbers)).steps()
 
 
 def _tokens(text: str) -> list[str]:
     if len(text) > LONGEST_ANSWER:
         raise ArithmeticRefused(f"the answer has more than {LONGEST_ANSWER} characters")
-    found: list[str] = []
+    tokens: list[str] = []
     position = 0
     while position < len(text):
         character = text[position]
@@ -89,26 +91,28 @@ def _tokens(text: str) -> list[str]:
                 end += 1
             if end - position > MOST_DIGITS or (character == "0" and end - position > 1):
                 raise ArithmeticRefused("a number is too long or begins with 0")
-            found.append(text[position:end])
+            tokens.append(text[position:end])
         elif character in _SYMBOLS:
-            found.append(character)
+            tokens.append(character)
         elif character == "\n":
-            found += [","] if found and found[-1] != "," else []
+            tokens += [","] if tokens and tokens[-1] != "," else []
         elif character not in " \t\r":
             raise ArithmeticRefused(f"{character!r} is not allowed")
         position = end
-    return found
+    return tokens
 
 
 class _Reader:
-    """Reads tokens from left to right and takes numbers from the pool as it meets them."""
+    """Recursive-descent parser that takes numbers from the pool as it reads them."""
 
     def __init__(self, tokens: list[str], pool: Counter[int]) -> None:
-        self._tokens, self._at, self._pool = tokens, 0, pool
+        self._tokens = tokens
+        self._at = 0
+        self._pool = pool
         self._depth = self._operations = 0
 
     def steps(self) -> Evaluated:
-        """Read all steps, and return the value of the last one. Raises ArithmeticRefused."""
+        """Parse all steps and return the value of the last one. Raises ArithmeticRefused."""
         value = self._step()
         while self._skip(","):
             value = self._step()
@@ -174,7 +178,7 @@ class _Reader:
         return int(token)
 
     def _skip(self, *wanted: str) -> str:
-        """Step over the next token and return it if it is one of ``wanted``; else return ""."""
+        """Consume and return the next token if it is one of ``wanted``; otherwise return ""."""
         if self._at < len(self._tokens) and self._tokens[self._at] in wanted:
             self._at += 1
             return self._tokens[self._at - 1]
@@ -182,39 +186,42 @@ class _Reader:
 
 
 PARTIAL_CREDIT = 0.1
-_OPEN, _CLOSE = "<answer>", "</answer>"
+_OPEN = "<answer>"
+_CLOSE = "</answer>"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a completion is worth. ``valid``: right arithmetic on the given numbers, at least one operation;
-    ``solved``: it reaches the target, too; ``problem``: why it does not, in a sentence."""
+class CountdownVerdict:
+    """Judgement of a completion."""
 
     valid: bool
+    """Whether it is valid arithmetic on the given numbers, with at least one operation."""
     solved: bool
+    """Whether it also reaches the target."""
     problem: str = ""
+    """Why it does not, in a sentence."""
 
 
 def answer_in(completion: str) -> str:
-    """Return the part of a completion that is judged: what the last ``<answer>`` element holds, else the last line that
-    is not blank. What comes before is thinking aloud."""
+    """Return the judged part of a completion: the content of the last ``<answer>`` element, or the
+    last line that is not blank. The text before is reasoning."""
     before, found, _ = completion.rpartition(_CLOSE)
     if found and _OPEN in before:
         return before.rpartition(_OPEN)[2].strip()
     return completion.rstrip().rpartition("\n")[2].strip()
 
 
-def judge(completion: str, numbers: Sequence[int], target: int) -> Verdict:
-    """Judge a completion against the ``numbers`` and the ``target`` of its row; whatever the completion, it returns."""
+def judge(completion: str, numbers: Sequence[int], target: int) -> CountdownVerdict:
+    """Judge a completion against the ``numbers`` and the ``target`` of its row. Never raises."""
     try:
         found = evaluate(answer_in(completion), numbers)
     except ArithmeticRefused as error:
-        return Verdict(False, False, str(error))
+        return CountdownVerdict(False, False, str(error))
     if not found.operations:
-        return Verdict(False, False, "a number alone is no arithmetic")
+        return CountdownVerdict(False, False, "a number alone is no arithmetic")
     if found.value != target:
-        return Verdict(True, False, f"the last step comes to {_shown(found.value)}, not to {target}")
-    return Verdict(True, True)
+        return CountdownVerdict(True, False, f"the last step comes to {_format_value(found.value)}, not to {target}")
+    return CountdownVerdict(True, True)
 
 
 def reward(
@@ -226,7 +233,7 @@ def reward(
     return 1.0 if verdict.solved else partial_credit * verdict.valid
 
 
-def _shown(value: Fraction) -> str:
+def _format_value(value: Fraction) -> str:
     text = str(value)
     return text if len(text) <= LONGEST_ANSWER else "a very large number"
 
@@ -237,13 +244,16 @@ _MOST_DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Level:
-    """Says what puzzles of a difficulty look like: how many numbers, the largest of them, and the bounds of the target
-    and of every value on the way to it."""
+    """Properties of puzzles of one difficulty."""
 
     numbers: int
+    """How many numbers are given."""
     largest: int
+    """Largest given number."""
     least_target: int
+    """Smallest target."""
     most_target: int
+    """Largest target, and largest intermediate value."""
 
 
 LEVELS: Mapping[str, Level] = MappingProxyType(
@@ -256,17 +266,21 @@ LEVELS: Mapping[str, Level] = MappingProxyType(
         "four-large": Level(4, 12, 25, 60),
     }
 )
-"""By name, the easiest first. Each is a template and a group of its own."""
+"""Levels by name, easiest first. Each is its own template and group."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Is one operation of a solution: ``left`` and ``right`` stand in the pool, ``value`` is put there."""
+    """One operation of a solution."""
 
     left: int
+    """Left operand, from the pool."""
     operator: str
+    """One of + - * /."""
     right: int
+    """Right operand, from the pool."""
     value: int
+    """Result, which is added to the pool."""
 
     def __str__(self) -> str:
         return f"{self.left}{self.operator}{self.right}={self.value}"
@@ -274,28 +288,32 @@ class Step:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Is an instance with its solution, one step for each number but the first."""
+    """An instance with its solution."""
 
     numbers: tuple[int, ...]
+    """Given numbers."""
     target: int
+    """Number to reach."""
     solution: tuple[Step, ...]
+    """One step for each number but the first."""
 
     @property
     def split(self) -> str:
-        """The split it belongs to, decided by a stable hash of the numbers, whatever their order, and the target."""
+        """Split of the puzzle, by a stable hash of the target and the numbers in any order."""
         return split_of(self.numbers, self.target)
 
 
 def split_of(numbers: Iterable[int], target: int) -> str:
-    """Return the only split in which these numbers and this target occur."""
+    """Return the only split in which these numbers with this target occur."""
     text = f"{' '.join(map(str, sorted(numbers)))} -> {target}"
     return HELD_OUT if is_held_out(text) else TRAIN
 
 
-def results(left: int, right: int) -> list[Step]:
-    """Return every operation on two numbers that comes to a positive whole number and is not idle (times or through 1);
-    the larger number stands first."""
-    high, low = max(left, right), min(left, right)
+def list_operations(left: int, right: int) -> list[Step]:
+    """Return every operation on two numbers with a positive integer result that is not trivial
+    (multiplication or division by 1); the larger number is the left operand."""
+    high = max(left, right)
+    low = min(left, right)
     found = [Step(high, "+", low, high + low)]
     if high > low:
         found.append(Step(high, "-", low, high - low))
@@ -307,13 +325,14 @@ def results(left: int, right: int) -> list[Step]:
 
 
 def draw_puzzle(level: Level, split: str, rng: random.Random) -> Puzzle:
-    """Draw a puzzle of a level that belongs to ``split`` and is not solved by fewer operations than its solution has.
+    """Draw a puzzle of a level and ``split`` that cannot be solved with fewer operations than its
+    solution has.
 
-    Raises RuntimeError when the level has none.
+    Raises RuntimeError if the level has none.
     """
     for _ in range(_MOST_DRAWS):
         numbers = tuple(rng.randint(1, level.largest) for _ in range(level.numbers))
-        solution = _solution(numbers, level, rng)
+        solution = _draw_solution(numbers, level, rng)
         if solution and not _has_shortcut(numbers, solution[-1].value):
             puzzle = Puzzle(numbers, solution[-1].value, solution)
             if puzzle.split == split:
@@ -321,12 +340,14 @@ def draw_puzzle(level: Level, split: str, rng: random.Random) -> Puzzle:
     raise RuntimeError(f"{level} has no puzzle of the split {split!r} in {_MOST_DRAWS} draws")
 
 
-def _solution(numbers: Sequence[int], level: Level, rng: random.Random) -> tuple[Step, ...]:
-    """Return random steps that use up the numbers and end within the bounds of the level; () if they do not."""
-    pool, steps = list(numbers), []
+def _draw_solution(numbers: Sequence[int], level: Level, rng: random.Random) -> tuple[Step, ...]:
+    """Return random steps that use all numbers and end within the bounds of the level; () if they
+    do not."""
+    pool = list(numbers)
+    steps = []
     while len(pool) > 1:
         left, right = (pool.pop(rng.randrange(len(pool))) for _ in range(2))
-        possible = [step for step in results(left, right) if step.value <= level.most_target]
+        possible = [step for step in list_operations(left, right) if step.value <= level.most_target]
         if not possible:
             return ()
         step = rng.choice(possible)
@@ -336,29 +357,31 @@ def _solution(numbers: Sequence[int], level: Level, rng: random.Random) -> tuple
 
 
 def _has_shortcut(numbers: Sequence[int], target: int) -> bool:
-    """Whether one of the numbers is the target, or one operation reaches it where the puzzle has more."""
+    """Return whether one of the numbers is the target, or a single operation reaches it although
+    the puzzle has more."""
     if target in numbers:
         return True
     pairs = [(a, b) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
-    return len(numbers) > 2 and any(step.value == target for a, b in pairs for step in results(a, b))
+    return len(numbers) > 2 and any(step.value == target for a, b in pairs for step in list_operations(a, b))
 
 
 class CountdownTasks(GroupedTaskSet):
-    """Holds the levels of these names as an endless task set of one split: every seed draws another instance, and no
-    numbers with a target occur in both splits. Payloads are rows for ``verifier.reward``. Raises ValueError for a level
-    or split that does not exist."""
+    """Levels as a task set of one split: every seed draws another instance, and no combination of
+    numbers and target occurs in both splits. Payloads are rows for ``reward``. Raises ValueError
+    for an unknown level or split."""
 
     def __init__(self, levels: Iterable[str], split: str, partial_credit: float = PARTIAL_CREDIT) -> None:
         super().__init__({name: name for name in LEVELS}, [*LEVELS], levels, split, what="level")
         self._partial_credit = partial_credit
 
     def puzzle(self, template_id: str, seed: int) -> Puzzle:
-        """Return the puzzle that ``seed`` draws, with its solution. Raises KeyError for a level that is not here."""
+        """Return the puzzle for ``seed``, with its solution. Raises KeyError for a level that is
+        not in the set."""
         level = LEVELS[self.group_of[template_id]]
         return draw_puzzle(level, self.split, random.Random(f"countdown {self.split} {template_id} {seed}"))
 
     def instantiate(self, template_id: str, seed: int) -> Task:
-        """Return the instance that ``seed`` draws. Raises KeyError for a level that is not here."""
+        """Return the instance for ``seed``. Raises KeyError for a level that is not in the set."""
         puzzle = self.puzzle(template_id, seed)
         row = {
             PROMPT_COLUMN: prompt(puzzle.numbers, puzzle.target),
@@ -370,7 +393,7 @@ class CountdownTasks(GroupedTaskSet):
 
 
 def prompt(numbers: Iterable[int], target: int) -> str:
-    """Return what the policy is asked."""
+    """Return the request to the policy."""
     return f"Reach {target} with {' '.join(map(str, numbers))}."
 
 
@@ -380,7 +403,8 @@ _SEED_BITS = 31
 
 
 def demonstrations(tasks: CountdownTasks, request: DemonstrationRequest) -> Iterator[Demonstration]:
-    """Yield what ``request`` asks for, in mixed order; of every level the rounded share of each kind."""
+    """Yield the requested demonstrations in random order; of every level the rounded share of each
+    kind."""
     rng = random.Random(f"countdown demonstrations {request.seed}")
     wanted = [(level, kind) for level in tasks.groups for kind in request.kinds()]
     rng.shuffle(wanted)
@@ -389,39 +413,40 @@ def demonstrations(tasks: CountdownTasks, request: DemonstrationRequest) -> Iter
 
 
 def demonstration(tasks: CountdownTasks, level: str, seed: int, kind: str, rng: random.Random) -> Demonstration:
-    """Return an answer of a kind to the instance of a level that ``seed`` draws."""
+    """Return an answer of a kind for the instance that ``seed`` draws."""
     puzzle = tasks.puzzle(level, seed)
-    right = written(puzzle.solution)
+    right = format_steps(puzzle.solution)
     if kind == HABIT:
-        answer = claimed(puzzle, rng) if rng.random() < CLAIMED_SHARE else missed(puzzle, rng)
+        answer = claim_target(puzzle, rng) if rng.random() < CLAIMED_SHARE else miss_target(puzzle, rng)
     else:
-        answer = f"{missed(puzzle, rng)}\n{right}" if kind == RECOVERY else right
+        answer = f"{miss_target(puzzle, rng)}\n{right}" if kind == RECOVERY else right
     return Demonstration(tasks.instantiate(level, seed), (answer,), kind=kind, succeeds=kind != HABIT)
 
 
-def written(steps: tuple[Step, ...]) -> str:
+def format_steps(steps: tuple[Step, ...]) -> str:
     """Return steps as an answer."""
     return ", ".join(map(str, steps))
 
 
-def missed(puzzle: Puzzle, rng: random.Random) -> str:
-    """Return right arithmetic that does not reach the target: the last operation is another one."""
+def miss_target(puzzle: Puzzle, rng: random.Random) -> str:
+    """Return valid arithmetic that does not reach the target: the last operation is replaced."""
     last = puzzle.solution[-1]
-    others = [step for step in results(last.left, last.right) if step.value != puzzle.target]
+    others = [step for step in list_operations(last.left, last.right) if step.value != puzzle.target]
     if not others:  # 1 and 1, to 2: the only puzzle in which every other operation is idle
         others = [Step(last.left, "*", last.right, last.left * last.right)]
-    return written((*puzzle.solution[:-1], rng.choice(others)))
+    return format_steps((*puzzle.solution[:-1], rng.choice(others)))
 
 
-def claimed(puzzle: Puzzle, rng: random.Random) -> str:
-    """Return steps of which the last states the target though its operation does not come to it."""
+def claim_target(puzzle: Puzzle, rng: random.Random) -> str:
+    """Return steps of which the last states the target although its operation has another value."""
     last = puzzle.solution[-1]
     wrong = [sign for sign, value in _values(last) if value != puzzle.target]
-    return written((*puzzle.solution[:-1], replace(last, operator=rng.choice(wrong))))
+    return format_steps((*puzzle.solution[:-1], replace(last, operator=rng.choice(wrong))))
 
 
 def _values(step: Step) -> list[tuple[str, float]]:
-    left, right = step.left, step.right
+    left = step.left
+    right = step.right
     return [("+", left + right), ("-", left - right), ("*", left * right), ("/", left / right)]
 
 
@@ -443,7 +468,8 @@ class CountdownOptions:
 
 def build(options: CountdownOptions) -> EnvironmentSpec:
     """Return the environment with these options. Raises ValueError for an unknown level."""
-    verifier, threads = read_verifier(reward), Threads("countdown")
+    verifier = read_verifier(reward)
+    threads = Threads("countdown")
 
     def tasks(split: str) -> CountdownTasks:
         return CountdownTasks(options.levels, split, options.partial_credit)

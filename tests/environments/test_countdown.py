@@ -38,7 +38,7 @@ from realhf.environments.countdown import (
     answer_in,
     evaluate,
     judge,
-    results,
+    list_operations,
     reward,
     split_of,
 )
@@ -316,7 +316,7 @@ def test_a_puzzle_of_more_numbers_needs_more_than_one_operation():
         for seed in range(DRAWS):
             puzzle = CountdownTasks([name], TRAIN).puzzle(name, seed)
             pairs = [(a, b) for i, a in enumerate(puzzle.numbers) for b in puzzle.numbers[i + 1 :]]
-            assert puzzle.target not in {step.value for a, b in pairs for step in results(a, b)}
+            assert puzzle.target not in {step.value for a, b in pairs for step in list_operations(a, b)}
 
 
 def test_no_puzzle_is_in_both_splits():

@@ -1,12 +1,13 @@
-"""Registers files: its options, what is made of them, and a scripted solver for the warm start.
+"""Registration of the files environment: its options, its specification, and a scripted solver for
+the warm start.
 
 - *solution*: the calls that solve the task.
-- *recovery*: one wrong call, which is not to be learned, then the right way.
-- *habit*: the mistake in every call, and the first call that fails is sent again and again.
+- *recovery*: one wrong call, which is not learned, then the right way.
+- *habit*: the mistake in every call; the first call that fails is repeated.
 
-A mistake is one that is possible in every template: the last word of every name is left out, or the ending of every
-path; whoever makes it also counts one too many. Each script is played on a workspace as it is written, so what a
-mistake does is seen and not guessed.
+A mistake is one that is possible in every template: the last word of every name is left out, or the
+ending of every path; numbers are also one too large. Each script is played on a workspace while it
+is written, so the effect of a mistake is observed, not assumed.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from realhf.api.option import option
 from realhf.base.installation import PACKAGE
 from realhf.env.loader.threads import Threads
 from realhf.env.loader.tool_env import ToolClassEnvironment, read_class
-from realhf.environments.files.tasks import GROUPS, NAME, Call, FilesTasks, Instance, delete
+from realhf.environments.files.tasks import GROUPS, NAME, FilesCall, FilesInstance, FilesTasks, delete
 from realhf.environments.files.workspace import FilesWorkspace
 
 SHORTENED_SHARE = 0.6
-"""Share of the mistakes that shorten names; the others leave out endings where there are any."""
+"""Share of the mistakes that shorten names; the others leave out endings if there are any."""
 PERSISTENCE = 2
-"""A habit sends a call that fails until the episode has this many calls."""
+"""Fewest calls of a habit; the failing call is repeated."""
 _ENDING = re.compile(r"\.(txt|log)\b")
 _SEED_BITS = 31
-_Mistake = Callable[[Call], Call]
+_Mistake = Callable[[FilesCall], FilesCall]
 
 
 def demonstrations(tasks: FilesTasks, request: DemonstrationRequest) -> Iterator[Demonstration]:
-    """Yield what ``request`` asks for, in mixed order; of every template the rounded share of each kind, but solutions
-    where a template has no call that could be recovered from."""
+    """Yield the requested demonstrations in random order. Every template gets the rounded share of
+    each kind, with solutions in place of recoveries if a template has no recoverable call."""
     rng = random.Random(f"files demonstrations {request.seed}")
     wanted = [(template, kind) for template in tasks.group_of for kind in request.kinds()]
     rng.shuffle(wanted)
@@ -53,44 +54,47 @@ def demonstrations(tasks: FilesTasks, request: DemonstrationRequest) -> Iterator
 
 
 def demonstration(tasks: FilesTasks, template: str, seed: int, kind: str, rng: random.Random) -> Demonstration:
-    """Return a script of a kind for the instance of a template that ``seed`` draws."""
-    instance, task = tasks.instance(template, seed), tasks.instantiate(template, seed)
+    """Return a script of a kind for the instance that ``seed`` draws."""
+    instance = tasks.instance(template, seed)
+    task = tasks.instantiate(template, seed)
     if kind == HABIT:
-        calls = habit(instance, drawn_mistake(instance, rng))
-        return Demonstration(task, tuple(map(written, calls)), kind=HABIT, succeeds=False)
-    if kind == RECOVERY and (found := recovery(instance, drawn_mistake(instance, rng))):
+        calls = habit(instance, draw_mistake(instance, rng))
+        return Demonstration(task, tuple(map(format_call, calls)), kind=HABIT, succeeds=False)
+    if kind == RECOVERY and (found := recovery(instance, draw_mistake(instance, rng))):
         calls, wrong = found
         learned = tuple(number != wrong for number in range(len(calls)))
-        return Demonstration(task, tuple(map(written, calls)), learned, kind=RECOVERY)
-    return Demonstration(task, tuple(map(written, instance.solution)))
+        return Demonstration(task, tuple(map(format_call, calls)), learned, kind=RECOVERY)
+    return Demonstration(task, tuple(map(format_call, instance.solution)))
 
 
-def written(call: Call) -> str:
-    """Return a call as a policy writes it."""
+def format_call(call: FilesCall) -> str:
+    """Return a call in the format of a policy turn."""
     text = json.dumps({"name": call.tool, "arguments": dict(call.arguments)}, ensure_ascii=False)
     return f"<tool_call>{text}</tool_call>"
 
 
-def with_short_names(call: Call) -> Call:
+def shorten_names(call: FilesCall) -> FilesCall:
     """Return the call with the last word of every name left out."""
-    return _changed(call, lambda text: NAME.sub(r"\1-\2", text))
+    return _map_arguments(call, lambda text: NAME.sub(r"\1-\2", text))
 
 
-def without_endings(call: Call) -> Call:
+def drop_endings(call: FilesCall) -> FilesCall:
     """Return the call with the ending of every path left out."""
-    return _changed(call, lambda text: _ENDING.sub("", text))
+    return _map_arguments(call, lambda text: _ENDING.sub("", text))
 
 
-def drawn_mistake(instance: Instance, rng: random.Random) -> _Mistake:
+def draw_mistake(instance: FilesInstance, rng: random.Random) -> _Mistake:
     """Draw the mistake of an episode, one that changes a call of the solution."""
-    if rng.random() < SHORTENED_SHARE or not any(without_endings(call) != call for call in instance.solution):
-        return with_short_names
-    return without_endings
+    if rng.random() < SHORTENED_SHARE or not any(drop_endings(call) != call for call in instance.solution):
+        return shorten_names
+    return drop_endings
 
 
-def habit(instance: Instance, mistake: _Mistake) -> list[Call]:
-    """Return the solution with the mistake in every call, up to the first that fails, which is repeated."""
-    workspace, calls = _opened(instance), []
+def habit(instance: FilesInstance, mistake: _Mistake) -> list[FilesCall]:
+    """Return the solution with the mistake in every call, up to the first that fails, which is
+    repeated."""
+    workspace = _open_workspace(instance)
+    calls = []
     for call in map(mistake, instance.solution):
         calls.append(call)
         if play(workspace, call).startswith("error:"):
@@ -98,10 +102,11 @@ def habit(instance: Instance, mistake: _Mistake) -> list[Call]:
     return calls
 
 
-def recovery(instance: Instance, mistake: _Mistake) -> tuple[list[Call], int] | None:
-    """Return the solution with a wrong call before the first that the mistake could spoil and that may be sent again,
-    and the place of the wrong one. None where there is no such call. A file that it left is deleted."""
-    workspace = _opened(instance)
+def recovery(instance: FilesInstance, mistake: _Mistake) -> tuple[list[FilesCall], int] | None:
+    """Return (calls, index of the wrong one): the solution with a wrong call before the first call
+    that the mistake changes and that can be sent again. A file that the wrong call creates is
+    deleted. None if there is no such call."""
+    workspace = _open_workspace(instance)
     for place, call in enumerate(instance.solution):
         wrong = mistake(call)
         if call.tool == "answer":
@@ -115,25 +120,25 @@ def recovery(instance: Instance, mistake: _Mistake) -> tuple[list[Call], int] | 
     return None
 
 
-def play(workspace: FilesWorkspace, call: Call) -> str:
-    """Run a call and return what the tool says; a refusal begins with ``error:``."""
+def play(workspace: FilesWorkspace, call: FilesCall) -> str:
+    """Run a call and return the tool's text; a refusal starts with ``error:``."""
     try:
         return getattr(workspace, call.tool)(**call.arguments)
     except ValueError as error:
         return f"error: {error}"
 
 
-def _opened(instance: Instance) -> FilesWorkspace:
+def _open_workspace(instance: FilesInstance) -> FilesWorkspace:
     workspace = FilesWorkspace()
     workspace.reset(**instance.row)
     return workspace
 
 
-def _changed(call: Call, change: Callable[[str], str]) -> Call:
-    return Call(call.tool, {name: _miscounted(change(text)) for name, text in call.arguments.items()})
+def _map_arguments(call: FilesCall, change: Callable[[str], str]) -> FilesCall:
+    return FilesCall(call.tool, {name: _miscount(change(text)) for name, text in call.arguments.items()})
 
 
-def _miscounted(text: str) -> str:
+def _miscount(text: str) -> str:
     return str(int(text) + 1) if text.isdecimal() else text
 
 
@@ -152,7 +157,8 @@ class FilesOptions:
 
 def build(options: FilesOptions) -> EnvironmentSpec:
     """Return the environment with these options. Raises ValueError for an unknown group."""
-    about, threads = read_class(FilesWorkspace), Threads("files")
+    about = read_class(FilesWorkspace)
+    threads = Threads("files")
     training = FilesTasks(options.groups, TRAIN)
     return EnvironmentSpec(
         name="files",

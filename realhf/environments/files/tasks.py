@@ -1,13 +1,15 @@
-"""Draws the tasks of the files environment: names, templates in groups of rising difficulty, and the task set.
+"""Tasks of the files environment: names, templates in groups of increasing difficulty, and the task
+set.
 
-The three kinds share no word, as in a real folder, where a date does not look like a person. So a small policy tells
-what a name is from the name.
+The three kinds of names share no word, as in a real folder, where a date does not look like a
+person, so a small policy can tell the kind from the name.
 
-Names are held out, decided by a stable hash of the whole name. Their words, and the pairs of neighbours, occur in
-training names, so a policy must copy, not recall.
+Names are held out by a stable hash of the whole name. Their words, and pairs of adjacent words,
+occur in training names, so a policy must copy, not recall.
 
-Every template takes a ``Scene``, from which it draws names and files, and returns an ``Instance``. Texts are short and
-requests have one wording each, for policies of a few million parameters.
+Every template takes a ``FilesScene``, from which it draws names and files, and returns a
+``FilesInstance``. Texts are short and requests have one wording each, for policies of a few million
+parameters.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ FOLDER = (PLACES, SIDES, PARTS)
 TEXT = (ANIMALS, MATERIALS, NUMBERS)
 KINDS = (FILE, FOLDER, TEXT)
 NAME = re.compile(r"\b([a-z]+)-([a-z]+)-([a-z]+)\b")
-"""Finds names in any text of this environment, which holds no other words with hyphens."""
+"""Matches names in any text of this environment, which contains no other hyphenated words."""
 
 
 def split_of(name: str) -> str:
@@ -72,32 +74,43 @@ def draw_name(rng: random.Random, split: str, kind: Kind = FILE) -> str:
             return name
 
 
-ONE_CALL, LOOK_FIRST, CHANGE, SEVERAL = "one_call", "look_first", "change", "several"
+ONE_CALL = "one_call"
+LOOK_FIRST = "look_first"
+CHANGE = "change"
+SEVERAL = "several"
 GROUPS = (ONE_CALL, LOOK_FIRST, CHANGE, SEVERAL)
-"""The easiest first: one call does it; look, then answer; look, then change something; several changes."""
+"""Groups by difficulty: one call; look, then answer; look, then change something; several changes.
+"""
 
 
 @dataclass(frozen=True)
-class Call:
-    """Is one call of a tool."""
+class FilesCall:
+    """One tool call."""
 
     tool: str
+    """Name of the tool."""
     arguments: Mapping[str, str]
+    """Its arguments."""
 
 
 @dataclass(frozen=True)
-class Instance:
-    """Is a task: the ``request``, the folder before and after, the right ``answer`` ("" for none), and a solution."""
+class FilesInstance:
+    """One task."""
 
     request: str
+    """What the policy is asked."""
     files: Mapping[str, str]
+    """Folder at the start: text by path."""
     wanted: Mapping[str, str]
+    """Folder at the end."""
     answer: str
-    solution: tuple[Call, ...]
+    """Right answer; "" if none is asked for."""
+    solution: tuple[FilesCall, ...]
+    """Calls that solve the task."""
 
     @property
     def row(self) -> dict[str, Any]:
-        """The arguments of ``FilesWorkspace.reset``, as plain JSON whose form is the same for all tasks."""
+        """Arguments of ``FilesWorkspace.reset``, as plain JSON in the same format for all tasks."""
         return {
             "request": self.request,
             "files": [{"path": path, "text": text} for path, text in self.files.items()],
@@ -107,23 +120,27 @@ class Instance:
 
 
 @dataclass
-class Scene:
-    """Draws what a template needs; all names of a scene differ. ``files`` is the folder so far."""
+class FilesScene:
+    """Random draws of a template; all names of a scene differ."""
 
     rng: random.Random
+    """Random generator of the instance."""
     split: str
+    """Split of the names."""
     files: dict[str, str] = field(default_factory=dict)
+    """Folder so far: text by path."""
     _names: set[str] = field(default_factory=set)
+    """Names drawn so far."""
 
     def name(self, kind: Kind) -> str:
-        """Draw a name of a kind that the scene does not have yet."""
+        """Draw a new name of a kind."""
         while (name := draw_name(self.rng, self.split, kind)) in self._names:
             pass
         self._names.add(name)
         return name
 
     def word(self) -> str:
-        """Draw a word to put into a file."""
+        """Draw a word for the text of a file."""
         return self.name(TEXT)
 
     def folder(self) -> str:
@@ -131,36 +148,36 @@ class Scene:
         return self.name(FOLDER)
 
     def path(self, folder: str = "", ending: str = "txt") -> str:
-        """Draw a path where there is no file."""
+        """Draw the path of a file that does not exist."""
         name = f"{self.name(FILE)}.{ending}"
         return f"{folder}/{name}" if folder else name
 
     def file(self, folder: str = "", ending: str = "txt", *, words: int = 2) -> str:
-        """Add a file that holds so many words, and return its path."""
+        """Add a file with ``words`` words and return its path."""
         path = self.path(folder, ending)
         self.files[path] = " ".join(self.word() for _ in range(words))
         return path
 
     def others(self, least: int = 1, most: int = 3) -> None:
-        """Add files that the task does not speak of."""
+        """Add files that are unrelated to the task."""
         for _ in range(self.rng.randint(least, most)):
             self.file()
 
     def instance(
-        self, request: str, *solution: Call, wanted: Mapping[str, str | None] | None = None, answer: str = ""
-    ) -> Instance:
-        """Return the instance: ``wanted`` holds what differs in the end, None for a file that is gone. The files are
-        put into a random order."""
+        self, request: str, *solution: FilesCall, wanted: Mapping[str, str | None] | None = None, answer: str = ""
+    ) -> FilesInstance:
+        """Return the instance with the files in random order. ``wanted``: differences of the final
+        folder, None for a removed file."""
         paths = list(self.files)
         self.rng.shuffle(paths)
         files = {path: self.files[path] for path in paths}
         after = {path: text for path, text in {**files, **(wanted or {})}.items() if text is not None}
-        return Instance(request, files, after, answer, solution)
+        return FilesInstance(request, files, after, answer, solution)
 
 
-def _caller(tool: str, *names: str) -> Callable[..., Call]:
-    """What makes calls of a tool from the values of its arguments."""
-    return lambda *values: Call(tool, dict(zip(names, values, strict=True)))
+def _caller(tool: str, *names: str) -> Callable[..., FilesCall]:
+    """Return a function that builds calls of a tool from the values of its arguments."""
+    return lambda *values: FilesCall(tool, dict(zip(names, values, strict=True)))
 
 
 move = _caller("move_file", "source", "target")
@@ -172,37 +189,40 @@ list_folder = _caller("list_files", "folder")
 answer = _caller("answer", "text")
 
 
-def rename(scene: Scene) -> Instance:
+def rename(scene: FilesScene) -> FilesInstance:
     """Give a file another name."""
     scene.others()
-    old, new = scene.file(), scene.path()
+    old = scene.file()
+    new = scene.path()
     return scene.instance(f"Rename {old} to {new}.", move(old, new), wanted={old: None, new: scene.files[old]})
 
 
-def remove(scene: Scene) -> Instance:
+def remove(scene: FilesScene) -> FilesInstance:
     """Delete a file."""
     scene.others()
     path = scene.file()
     return scene.instance(f"Delete {path}.", delete(path), wanted={path: None})
 
 
-def create(scene: Scene) -> Instance:
+def create(scene: FilesScene) -> FilesInstance:
     """Write a new file."""
     scene.others()
-    path, text = scene.path(), scene.word()
+    path = scene.path()
+    text = scene.word()
     return scene.instance(f"Write {text} to the new file {path}.", write(path, text), wanted={path: text})
 
 
-def put_away(scene: Scene) -> Instance:
+def put_away(scene: FilesScene) -> FilesInstance:
     """Move a file into a folder."""
     scene.others()
-    old, folder = scene.file(), scene.folder()
+    old = scene.file()
+    folder = scene.folder()
     new = f"{folder}/{old}"
     request = f"Move {old} to the folder {folder}."
     return scene.instance(request, move(old, new), wanted={old: None, new: scene.files[old]})
 
 
-def tell_text(scene: Scene) -> Instance:
+def tell_text(scene: FilesScene) -> FilesInstance:
     """Say what a file holds."""
     scene.others()
     path = scene.file(words=1)
@@ -210,42 +230,45 @@ def tell_text(scene: Scene) -> Instance:
     return scene.instance(f"What is the text of {path}?", read(path), answer(text), answer=text)
 
 
-def find(scene: Scene) -> Instance:
+def find(scene: FilesScene) -> FilesInstance:
     """Say which file holds a word."""
     scene.others()
     path, word = _with_word(scene)
     return scene.instance(f"Which file holds {word}?", search(word), answer(path), answer=path)
 
 
-def count_files(scene: Scene) -> Instance:
+def count_files(scene: FilesScene) -> FilesInstance:
     """Count the files of a folder."""
     scene.others()
-    folder, count = scene.folder(), scene.rng.randint(2, 5)
+    folder = scene.folder()
+    count = scene.rng.randint(2, 5)
     for _ in range(count):
         scene.file(folder, words=1)
     request = f"How many files are in the folder {folder}?"
     return scene.instance(request, list_folder(folder), answer(str(count)), answer=str(count))
 
 
-def count_found(scene: Scene) -> Instance:
+def count_found(scene: FilesScene) -> FilesInstance:
     """Count the files that hold a word."""
     scene.others()
-    word, count = scene.word(), scene.rng.randint(2, 4)
+    word = scene.word()
+    count = scene.rng.randint(2, 4)
     for _ in range(count):
         scene.files[scene.path()] = word
     request = f"How many files hold {word}?"
     return scene.instance(request, search(word), answer(str(count)), answer=str(count))
 
 
-def copy(scene: Scene) -> Instance:
+def copy(scene: FilesScene) -> FilesInstance:
     """Copy a file."""
     scene.others()
-    old, new = scene.file(words=1), scene.path()
+    old = scene.file(words=1)
+    new = scene.path()
     text = scene.files[old]
     return scene.instance(f"Copy {old} to {new}.", read(old), write(new, text), wanted={new: text})
 
 
-def replace(scene: Scene) -> Instance:
+def replace(scene: FilesScene) -> FilesInstance:
     """Replace a word of a file."""
     scene.others()
     path, old = _with_word(scene)
@@ -255,16 +278,17 @@ def replace(scene: Scene) -> Instance:
     return scene.instance(request, read(path), write(path, text), wanted={path: text})
 
 
-def append(scene: Scene) -> Instance:
+def append(scene: FilesScene) -> FilesInstance:
     """Add a word to a file."""
     scene.others()
-    path, word = scene.file(words=1), scene.word()
+    path = scene.file(words=1)
+    word = scene.word()
     text = f"{scene.files[path]} {word}"
     request = f"Add {word} to the end of {path}, after a space."
     return scene.instance(request, read(path), write(path, text), wanted={path: text})
 
 
-def rename_found(scene: Scene) -> Instance:
+def rename_found(scene: FilesScene) -> FilesInstance:
     """Rename the file that holds a word."""
     scene.others()
     path, word = _with_word(scene)
@@ -273,7 +297,7 @@ def rename_found(scene: Scene) -> Instance:
     return scene.instance(request, search(word), move(path, new), wanted={path: None, new: scene.files[path]})
 
 
-def remove_found(scene: Scene) -> Instance:
+def remove_found(scene: FilesScene) -> FilesInstance:
     """Delete the file that holds a word."""
     scene.others()
     path, word = _with_word(scene)
@@ -281,10 +305,11 @@ def remove_found(scene: Scene) -> Instance:
     return scene.instance(request, search(word), delete(path), wanted={path: None})
 
 
-def move_all(scene: Scene) -> Instance:
+def move_all(scene: FilesScene) -> FilesInstance:
     """Move the files of a folder to another one."""
     scene.others()
-    old, new = scene.folder(), scene.folder()
+    old = scene.folder()
+    new = scene.folder()
     paths = sorted(scene.file(old, words=1) for _ in range(2))
     moved = {path: f"{new}/{path.removeprefix(f'{old}/')}" for path in paths}
     request = f"Move all files from the folder {old} to the folder {new}."
@@ -292,7 +317,7 @@ def move_all(scene: Scene) -> Instance:
     return scene.instance(request, list_folder(old), *(move(*pair) for pair in moved.items()), wanted=wanted)
 
 
-def remove_all(scene: Scene) -> Instance:
+def remove_all(scene: FilesScene) -> FilesInstance:
     """Delete the files with an ending."""
     scene.others(2, 3)
     paths = sorted(scene.file(ending="log", words=1) for _ in range(2))
@@ -300,10 +325,11 @@ def remove_all(scene: Scene) -> Instance:
     return scene.instance(request, list_folder(""), *map(delete, paths), wanted=dict.fromkeys(paths))
 
 
-def swap(scene: Scene) -> Instance:
+def swap(scene: FilesScene) -> FilesInstance:
     """Swap the names of two files."""
     scene.others()
-    first, second = scene.file(), scene.file()
+    first = scene.file()
+    second = scene.file()
     between = "swap.txt"
     return scene.instance(
         f"Swap the names of {first} and {second}.",
@@ -314,22 +340,24 @@ def swap(scene: Scene) -> Instance:
     )
 
 
-def join(scene: Scene) -> Instance:
+def join(scene: FilesScene) -> FilesInstance:
     """Write the texts of two files to a third one."""
     scene.others()
-    first, second, third = scene.file(words=1), scene.file(words=1), scene.path()
+    first = scene.file(words=1)
+    second = scene.file(words=1)
+    third = scene.path()
     text = f"{scene.files[first]} {scene.files[second]}"
     request = f"Write the texts of {first} and {second}, with a space between, to {third}."
     return scene.instance(request, read(first), read(second), write(third, text), wanted={third: text})
 
 
-def _with_word(scene: Scene) -> tuple[str, str]:
-    """Add a file and return its path and one of the words in it."""
+def _with_word(scene: FilesScene) -> tuple[str, str]:
+    """Add a file and return its path and one of its words."""
     path = scene.file()
     return path, scene.rng.choice(scene.files[path].split())
 
 
-TEMPLATES: Mapping[str, tuple[str, Callable[[Scene], Instance]]] = MappingProxyType(
+TEMPLATES: Mapping[str, tuple[str, Callable[[FilesScene], FilesInstance]]] = MappingProxyType(
     {
         template.__name__: (group, template)
         for group, templates in (
@@ -341,24 +369,25 @@ TEMPLATES: Mapping[str, tuple[str, Callable[[Scene], Instance]]] = MappingProxyT
         for template in templates
     }
 )
-"""Name of a template to its group and to what makes its instances."""
+"""Group and function of each template."""
 
 
 class FilesTasks(GroupedTaskSet):
-    """Holds the templates of these groups: every seed draws another instance of a template. Every instance holds names,
-    and no name occurs in both splits. Raises ValueError for a group or split that does not exist."""
+    """Templates of these groups, each with unlimited instances by seed. Every instance contains
+    names, and no name occurs in both splits. Raises ValueError for an unknown group or split."""
 
     def __init__(self, groups: Iterable[str], split: str) -> None:
         super().__init__({name: group for name, (group, _) in TEMPLATES.items()}, GROUPS, groups, split)
 
-    def instance(self, template_id: str, seed: int) -> Instance:
-        """Return the instance that ``seed`` draws, with its solution. Raises KeyError for a template not in the set."""
+    def instance(self, template_id: str, seed: int) -> FilesInstance:
+        """Return the instance for ``seed``, with its solution. Raises KeyError for a template not
+        in the set."""
         if template_id not in self.group_of:
             raise KeyError(template_id)
         rng = random.Random(f"files {self.split} {template_id} {seed}")
-        return TEMPLATES[template_id][1](Scene(rng, self.split))
+        return TEMPLATES[template_id][1](FilesScene(rng, self.split))
 
     def instantiate(self, template_id: str, seed: int) -> Task:
-        """Return the instance that ``seed`` draws. Raises KeyError for a template not in the set."""
+        """Return the instance for ``seed``. Raises KeyError for a template not in the set."""
         row = self.instance(template_id, seed).row
         return Task(f"{template_id}/{seed}", group=self.group_of[template_id], payload=row, seed=seed)

@@ -16,11 +16,11 @@ from typing import Any
 
 MOST_FILES = 200
 MOST_CHARACTERS = 8_000
-"""Of one argument, and so of one file."""
+"""Most characters of one argument, and thus of one file."""
 MOST_CHARACTERS_IN_ALL = 64_000
 LONGEST_PATH = 120
 DEEPEST = 8
-"""Parts of a path."""
+"""Most parts of a path."""
 MOST_LINES_SHOWN = 40
 LONGEST_LINE_SHOWN = 200
 
@@ -63,8 +63,11 @@ class FilesWorkspace:
         goal = start if wanted is None else _tree(wanted)
         if start == goal and not answer:
             raise ValueError("the row asks for nothing: 'wanted' equals 'files', and there is no 'answer'")
-        self._start, self._wanted, self._files = start, goal, dict(start)
-        self._right_answer, self._answer = answer or None, None
+        self._start = start
+        self._wanted = goal
+        self._files = dict(start)
+        self._right_answer = answer or None
+        self._answer = None
         return request
 
     def list_files(self, folder: str = "") -> str:
@@ -119,7 +122,8 @@ class FilesWorkspace:
         for path in sorted(self._files):
             content = self._files[path]
             if (at := content.find(text)) >= 0:
-                begin, end = content.rfind("\n", 0, at) + 1, content.find("\n", at)
+                begin = content.rfind("\n", 0, at) + 1
+                end = content.find("\n", at)
                 found.append(f"{path}: {content[begin : end if end >= 0 else None]}")
         return _lines(found) or "nothing found"
 
@@ -130,7 +134,8 @@ class FilesWorkspace:
             source: The file.
             target: Its new path.
         """
-        old, new = self._known(source), _path(target)
+        old = self._known(source)
+        new = _path(target)
         if new in self._files:
             raise ValueError(f"{new} exists")
         self._free_place(new, without=old)
@@ -159,35 +164,35 @@ class FilesWorkspace:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do: the task is solved, or an answer was given."""
+        """Whether the episode is over: the task is solved, or an answer was given."""
         return self._answer is not None or self.get_reward() == 1
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The part of the task that is done, from 0 to 1."""
+        """Completed part of the task, from 0 to 1."""
         return {"progress": max(0.0, self.get_reward())}
 
     @property
     def state_key(self) -> str:
-        """A digest of the folder and of the answer as they are now."""
+        """Digest of the current folder and answer."""
         return _digest(repr((sorted(self._files.items()), self._answer)))
 
     @property
     def view(self) -> dict[str, Any]:
-        """The folder and the answer as they are now, for people. A long text and many files are told by a digest."""
+        """Current folder and answer for people. Long texts and many files are replaced by a digest."""
         files = sorted(self._files.items())
         rows = [[path, text if len(text) <= LONGEST_LINE_SHOWN else _digest(text)] for path, text in files]
         if len(rows) > MOST_LINES_SHOWN:
             rows[MOST_LINES_SHOWN:] = [["...", _digest(repr(files))]]
-        found = {"title": "The folder", "columns": ["path", "text"], "rows": rows}
-        return found if self._answer is None else found | {"note": f"answer: {self._answer[:LONGEST_LINE_SHOWN]}"}
+        view = {"title": "The folder", "columns": ["path", "text"], "rows": rows}
+        return view if self._answer is None else view | {"note": f"answer: {self._answer[:LONGEST_LINE_SHOWN]}"}
 
     def get_reward(self) -> float:
-        """Return what the folder and the answer are worth now, from -1 to 1.
+        """Return the value of the current folder and answer, from -1 to 1.
 
-        1: the folder is as wanted, and the right answer was given if one was asked for. Between: the part of the
-        changes that is done, files that nobody wants counted as changes to be done. 0: nothing is done. Below 0: files
-        that were to stay as they were are not; minus their part.
+        1: the folder is as wanted, and the right answer was given if one was asked for. Between 0
+        and 1: the completed part of the changes, with surplus files counted as missing changes. 0:
+        nothing is done. Below 0: minus the part of the files to be kept that is damaged.
         """
         kept = [path for path, text in self._start.items() if self._wanted.get(path) == text]
         damaged = sum(self._files.get(path) != self._start[path] for path in kept)
@@ -198,8 +203,9 @@ class FilesWorkspace:
         return sum(parts) / (len(parts) + strays) if parts else 0.0
 
     def _parts(self) -> Iterable[bool]:
-        """Yield for the answer and for each change that is wanted whether it is there. The removal of a file whose text
-        is wanted elsewhere counts only when that is there: nothing is earned by losing it."""
+        """Yield, for the answer and for each wanted change, whether it is done. Removing a file
+        whose text is wanted elsewhere counts only if the text is there, so losing it earns nothing.
+        """
         if self._right_answer is not None:
             yield self._answer == self._right_answer
         new = {path: text for path, text in self._wanted.items() if self._start.get(path) != text}
@@ -223,8 +229,8 @@ class FilesWorkspace:
         return place
 
     def _free_place(self, path: str, *, without: str = "") -> str:
-        """Return ``path`` if a file may be there once the file ``without`` is gone: it is no folder, no part of it is
-        a file."""
+        """Return ``path`` if a file may be there after the file ``without`` is removed: it is no
+        folder, and no part of it is a file."""
         parts = path.split("/")
         above = ["/".join(parts[:n]) for n in range(1, len(parts))]
         if files := [part for part in above if part in self._files and part != without]:
@@ -235,7 +241,8 @@ class FilesWorkspace:
 
 
 def _tree(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Return the files of a row as a map. Raises ValueError for paths or texts that the tools could not have made."""
+    """Return the files of a row as a dict. Raises ValueError for paths or texts that the tools
+    could not have produced."""
     workspace = FilesWorkspace()
     for file in files:
         if file["path"] in workspace._files:
@@ -248,7 +255,7 @@ def _tree(files: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _path(path: str) -> str:
-    """Return a path in its only spelling: parts joined by "/", relative to the folder."""
+    """Return a path in canonical form: parts joined by "/", relative to the folder."""
     text = _text(path).removeprefix("./")
     if len(text) > LONGEST_PATH or not text.isprintable() or "\\" in text:
         raise ValueError(f"a path is at most {LONGEST_PATH} printable characters without \\")
@@ -261,7 +268,7 @@ def _path(path: str) -> str:
 
 
 def _text(value: object) -> str:
-    """Return ``value`` if it is text that is not too long and can be encoded."""
+    """Return ``value`` if it is text of allowed length that can be encoded."""
     if not isinstance(value, str):
         raise ValueError("an argument must be text")
     if len(value) > MOST_CHARACTERS:

@@ -1,18 +1,22 @@
-"""Holds the database of one episode and runs hostile statements on it.
+"""Database of one episode, and containment of hostile statements.
 
-What contains a statement, in this order:
+A statement is contained, in this order, by:
 
-1. its text: one statement of a few kinds, short, with few SELECTs and JOINs. SQLite does not ask anybody while it
-   prepares a statement, and common table expressions that double each other take exponential time there, so this
-   must be known before;
-2. SQLite's limits on lengths, columns, depth and terms, on the connection;
-3. the authorizer, a list of what is allowed: rows of the task's tables, pure functions. No other table, schema change,
-   transaction, PRAGMA, attached database, extension or recursion;
-4. steps of the virtual machine and processor time, both counted while the statement runs. Steps end a statement at
-   the same place in every run; time is for single steps that are dear. It is the time of the thread, so that a busy
-   machine does not end a harmless statement: nothing here waits;
-5. the number of pages of the database, and of rows that are read of a result. Everything is in memory, also what SQLite
-   would put into temporary files.
+1. its text: one statement of a few kinds, short, with few SELECTs and JOINs. This has to be checked
+first, because SQLite calls no hook while it prepares a statement, and nested common table
+expressions take exponential time there;
+
+2. SQLite's limits on lengths, columns, depth and terms, set on the connection;
+
+3. the authorizer, an allow list: rows of the task's tables and pure functions. No other table,
+schema change, transaction, PRAGMA, attached database, extension or recursion;
+
+4. limits on virtual machine steps and processor time, checked while the statement runs. Steps end a
+statement at the same point in every run; the time limit is for expensive single steps. It is the
+thread's processor time, so a busy machine does not end a harmless statement;
+
+5. the number of pages of the database, and of result rows that are read. Everything is in memory,
+including SQLite's temporary files.
 """
 
 from __future__ import annotations
@@ -27,12 +31,14 @@ from typing import Any
 from realhf.environments.sql.instance import Table, words
 
 Rows = Mapping[str, Mapping[Any, tuple[Any, ...]]]
-"""By table and primary key."""
+"""Rows by table and primary key."""
 STATEMENT_CHARS = 800
-"""A statement is at most this long."""
-MOST_SELECTS, MOST_JOINS, MOST_SELECTS_AFTER_WITH = 6, 6, 2
+"""Longest statement, in characters."""
+MOST_SELECTS = 6
+MOST_JOINS = 6
+MOST_SELECTS_AFTER_WITH = 2
 _CHECK_EVERY = 200
-"""Steps of the virtual machine between two looks at the clock."""
+"""Virtual machine steps between two checks of the limits."""
 _PAGE_BYTES = 1024
 _FIRST_WORDS = ("SELECT", "WITH", "VALUES", "INSERT", "REPLACE", "UPDATE", "DELETE")
 _LIMITS = (
@@ -55,7 +61,7 @@ _FUNCTIONS = frozenset(
         rank round row_number rtrim sign string_agg substr substring sum total trim typeof upper"""
     )
 )
-"""Pure functions that do not make long values of short ones."""
+"""Pure functions that cannot make a long value from short ones."""
 _SCHEMA_TABLES = frozenset({"sqlite_master", "sqlite_schema"})
 _WRITES = frozenset({sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE})
 _REFUSED = {
@@ -70,38 +76,46 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What a statement may use. ``steps``: of SQLite's virtual machine; ``ms``: processor time; ``rows``: of its result
-    that are read; ``kilobytes``: of the whole database."""
+    """Limits of a statement."""
 
     steps: int
+    """Steps of SQLite's virtual machine."""
     ms: float
+    """Processor time in milliseconds."""
     rows: int
+    """Result rows that are read."""
     kilobytes: int
+    """Size of the whole database in KiB."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a statement did. ``error`` is "" if it ran; ``rows`` are the first of its result, ``more`` whether there
-    were others; ``changed`` counts changed rows and is None for a statement that only reads. ``read`` are the columns
-    that it read, as (table, column)."""
+    """Result of a statement."""
 
     rows: tuple[tuple[Any, ...], ...] = ()
+    """First rows of the result."""
     more: bool = False
+    """Whether there were more rows."""
     changed: int | None = None
+    """Number of changed rows; None for a statement that only reads."""
     error: str = ""
+    """Error text; "" if the statement ran."""
     read: frozenset[tuple[str, str]] = frozenset()
+    """Columns that it read, as (table, column)."""
 
 
 class Database:
-    """A SQLite database in memory with these tables. ``writable``: whether statements may change rows. Not for several
-    threads at once. Raises sqlite3.Error when the tables cannot be made."""
+    """SQLite database in memory with these tables. ``writable``: whether statements may change
+    rows. Not thread-safe. Raises sqlite3.Error when the tables cannot be created."""
 
     def __init__(self, tables: Sequence[Table], limits: Limits, *, writable: bool) -> None:
-        self._limits, self._writable = limits, writable
+        self._limits = limits
+        self._writable = writable
         self._tables = {table.name: table for table in tables}
         self._read: set[tuple[str, str]] = set()
         self._refused = ""
-        self._steps, self._deadline_ns = 0, 0
+        self._steps = 0
+        self._deadline_ns = 0
         self._connection = sqlite3.connect(
             ":memory:", isolation_level=None, check_same_thread=False, cached_statements=0
         )
@@ -113,14 +127,15 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Free the database; it may be called again."""
+        """Free the database. Idempotent."""
         self._connection.close()
 
     def execute(self, statement: str) -> Result:
-        """Run one statement of the policy, whatever it is. What is wrong with it stands in the result."""
-        if refusal := refusal_of(statement):
+        """Run one untrusted statement of the policy. Errors are part of the result."""
+        if refusal := find_refusal(statement):
             return Result(error=refusal)
-        self._read, self._refused = set(), ""
+        self._read = set()
+        self._refused = ""
         self._steps = self._limits.steps
         self._deadline_ns = time.thread_time_ns() + round(self._limits.ms * 1e6)
         self._connection.set_authorizer(self._authorize)
@@ -131,7 +146,8 @@ class Database:
 
     def rows(self) -> Rows:
         """Return the rows of every table."""
-        self._steps, self._deadline_ns = 1 << 60, 1 << 62
+        self._steps = 1 << 60
+        self._deadline_ns = 1 << 62
         self._connection.set_authorizer(None)
         return {
             name: {row[0]: row for row in self._connection.execute(f"SELECT * FROM {name}")} for name in self._tables
@@ -166,7 +182,7 @@ class Database:
             has_columns = cursor.description is not None
         finally:
             cursor.close()
-        # A change that returns rows counts them when it is closed.
+        # A change with RETURNING counts its rows only when the cursor is closed.
         changed = self._connection.total_changes - before
         return Result(
             rows[: self._limits.rows],
@@ -185,7 +201,7 @@ class Database:
         if self._is_allowed(action, first or "", second or "", schema):
             return sqlite3.SQLITE_OK
         if action in (*_WRITES, sqlite3.SQLITE_READ):
-            # A function that is called as a table declares its columns: that is a change of the schema.
+            # A table-valued function declares its columns, which SQLite reports as a schema change.
             named = "schema changes and table functions" if first in _SCHEMA_TABLES else f"table {first}"
         elif action == sqlite3.SQLITE_FUNCTION:
             named = f"function {second}"
@@ -205,8 +221,8 @@ class Database:
         return action in _WRITES and self._writable and first in self._tables
 
     def _is_subquery(self, table: str, column: str, schema: str | None) -> bool:
-        """Whether SQLite asks about a common table expression of which no column is read. It asks about a table that a
-        module makes up in the same way."""
+        """Return whether SQLite asks about a common table expression of which no column is read. It
+        asks in the same way about tables provided by modules, which are excluded."""
         return not (column or schema or table.startswith(("pragma_", "sqlite_")) or table in self._modules)
 
     def _error_text(self, error: Exception) -> str:
@@ -217,8 +233,8 @@ class Database:
         return " ".join(str(error).split()) or type(error).__name__
 
 
-def refusal_of(statement: str) -> str:
-    """Say why a statement may not even be prepared, "" if it may."""
+def find_refusal(statement: str) -> str:
+    """Return why a statement may not even be prepared; "" if it may."""
     if len(statement) > STATEMENT_CHARS:
         return f"a statement has at most {STATEMENT_CHARS} characters"
     found = [word.upper() for word in re.findall(r"[A-Za-z_]+", statement)]

@@ -1,7 +1,7 @@
-"""Defines the section ``env`` of runs on the SQL environment, what is registered, and a scripted solver.
+"""Registration of the SQL environment: its options, its specification, and a scripted solver.
 
-Most mistakes are one that every template knows: the tables are named in the singular. So what reinforcement
-learning teaches about one template helps with the others.
+Most mistakes of the solver are possible in every template (tables are named in the singular), so
+what reinforcement learning teaches about one template helps with the others.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from realhf.api.option import option
 from realhf.base.installation import PACKAGE
 from realhf.environments.sql.database import Limits
 from realhf.environments.sql.environment import SqlEnvironment
-from realhf.environments.sql.instance import Instance
+from realhf.environments.sql.instance import SqlInstance
 from realhf.environments.sql.tasks import GROUPS, SqlTaskSet, draw_instance
 
 SINGULAR_SHARE = 0.6
-"""Share of the mistakes that name tables in the singular; of the others, each is as likely."""
+"""Share of the mistakes that name tables in the singular; the other mistakes are equally likely."""
 PERSISTENCE = 3
-"""A habit is this many turns long: its last statement is sent again."""
+"""Turns of a habit; its last statement is repeated."""
 _QUOTED = re.compile(r"'([^']*)'")
 _SEED_BITS = 31
 
 
 def demonstrate(tasks: SqlTaskSet, request: DemonstrationRequest) -> Iterator[Demonstration]:
-    """Yield the demonstrations that are asked for, shuffled. Every template has exactly the rounded shares of each
-    kind. Raises ValueError for shares that are negative or more than one together."""
-    habits, recoveries = request.habit_fraction, request.recovery_fraction
+    """Yield the requested demonstrations, shuffled. Every template gets exactly the rounded share
+    of each kind. Raises ValueError for shares that are negative or exceed one together."""
+    habits = request.habit_fraction
+    recoveries = request.recovery_fraction
     if not (habits >= 0 and recoveries >= 0 and habits + recoveries <= 1 + 1e-9):
         raise ValueError(f"habit_fraction={habits}, recovery_fraction={recoveries}: shares of one, not negative")
     rng = random.Random(f"sql demonstrations:{request.seed}")
@@ -60,36 +61,36 @@ def write_demonstration(task: Task, kind: str, rng: random.Random) -> Demonstrat
     solution = instance.turns()
     if kind == SOLUTION:
         return Demonstration(task, solution)
-    wrong = with_mistake(instance, rng)
+    wrong = add_mistake(instance, rng)
     if kind == RECOVERY:
         return Demonstration(task, (wrong[0], *solution), (False, *(True for _ in solution)), kind)
     wrong += wrong[-1:] * (PERSISTENCE - len(wrong))
     return Demonstration(task, wrong, kind=kind, succeeds=False)
 
 
-def with_mistake(instance: Instance, rng: random.Random) -> tuple[str, ...]:
-    """Return the statements with a mistake, such that none of them reads or changes a row."""
-    others = [mistake for mistake in (_unquoted, _misnamed_column) if mistake(instance) != instance.statements]
+def add_mistake(instance: SqlInstance, rng: random.Random) -> tuple[str, ...]:
+    """Return the statements with a mistake, so that none of them reads or changes a row."""
+    others = [mistake for mistake in (_drop_quotes, _misname_column) if mistake(instance) != instance.statements]
     if not others or rng.random() < SINGULAR_SHARE:
-        return with_singular(instance)
+        return use_singular(instance)
     return rng.choice(others)(instance)
 
 
-def with_singular(instance: Instance) -> tuple[str, ...]:
-    """Return the statements with the name of every table in the singular."""
+def use_singular(instance: SqlInstance) -> tuple[str, ...]:
+    """Return the statements with every table name in the singular."""
     tables = "|".join(table.name for table in instance.tables)
     return tuple(
         re.sub(rf"\b({tables})\b", lambda found: found[0][:-1], statement) for statement in instance.statements
     )
 
 
-def _unquoted(instance: Instance) -> tuple[str, ...]:
-    """Leave out the quotes around texts: SQLite then takes them for columns."""
+def _drop_quotes(instance: SqlInstance) -> tuple[str, ...]:
+    """Return the statements without the quotes around texts; SQLite then reads them as columns."""
     return tuple(_QUOTED.sub(r"\1", statement) for statement in instance.statements)
 
 
-def _misnamed_column(instance: Instance) -> tuple[str, ...]:
-    """Write a column, the first that a statement names, in the plural."""
+def _misname_column(instance: SqlInstance) -> tuple[str, ...]:
+    """Return the statements with the first named column of each in the plural."""
     columns = "|".join(sorted(instance.columns))
     return tuple(re.sub(rf"\b({columns})\b", r"\1s", statement, count=1) for statement in instance.statements)
 
@@ -118,7 +119,7 @@ class SqlOptions:
     database_kb: int = option(64, "A database grows to at most this many KiB.", at_least=16, at_most=65536)
 
     def problems(self, name: str) -> Iterator[str]:
-        """Yield that there is no group."""
+        """Yield an error if there is no group."""
         if not self.groups:
             yield f"{name}.groups=[]: name at least one group"
 

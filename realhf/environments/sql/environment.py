@@ -1,8 +1,9 @@
-"""Plays one episode: a conversation about a database of its own, paid by how far it has come.
+"""Episode of the SQL environment: a conversation about one database, rewarded by potential.
 
-It is 0 where nothing was done and 1 where the task is solved. A question is half solved when a statement has found the
-answer, and solved when it was given. A change is as far as the distance to the wanted rows has shrunk, over all tables,
-so that what should have stayed counts too; farther away than at the beginning it is negative, ``HARM`` at the least.
+The potential is 0 when nothing was done and 1 when the task is solved. A question is worth half
+when a statement has found the answer, and 1 when the answer was given. A change is worth the
+relative decrease of the distance to the wanted rows over all tables, so rows that should be kept
+count as well; if the distance grows it is negative, at least ``HARM``.
 """
 
 from __future__ import annotations
@@ -15,30 +16,33 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, EnvironmentFailure, Opening, Turn
 from realhf.environments.sql.database import Database, Limits, Result, Rows
-from realhf.environments.sql.instance import Instance
+from realhf.environments.sql.instance import SqlInstance
 from realhf.environments.sql.tasks import draw_instance
 
 _FENCE = re.compile(r"```[ \t]*(?:sqlite|sql)?[ \t]*\r?\n?(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 _ANSWER = re.compile(r"\s*answer[ \t]*:(.*)", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?[0-9]{1,15}(?:\.[0-9]{1,15})?")
 _TOLERANCE = 1e-6
+"""Largest difference of a numeric answer."""
 
 
 def read_answer(content: str) -> str | None:
-    """Return VALUE if the last line that is not empty is ``answer: VALUE``, else None."""
+    """Return VALUE if the last line that is not empty is ``answer: VALUE``, otherwise None."""
     lines = content.strip().splitlines()
     found = _ANSWER.fullmatch(lines[-1]) if lines else None
     return found[1].strip() if found else None
 
 
 def read_statement(content: str) -> str:
-    """Return the SQL of a turn: what stands in its first fence, or all of it; without semicolons at its end."""
+    """Return the SQL of a turn, from its first fence or the whole text, without trailing
+    semicolons."""
     fence = _FENCE.search(content)
     return (fence[1] if fence else content).strip().rstrip("; \t\r\n")
 
 
 def is_right(given: str, expected: int | str) -> bool:
-    """Whether an answer says what is expected: the number, or the text but for case, quotes and a full stop."""
+    """Return whether an answer is correct: the expected number, or the expected text regardless of
+    case, quotes and a full stop."""
     plain = read_value(given)
     if isinstance(expected, str):
         return plain == expected.casefold()
@@ -46,15 +50,15 @@ def is_right(given: str, expected: int | str) -> bool:
 
 
 def read_value(given: str) -> str:
-    """Return the value that an answer means, in the only spelling of it: without quotes and a full stop, in lower case,
-    and a whole number without its zeros."""
+    """Return an answer in canonical form: without quotes and full stop, in lower case, integers
+    without decimals."""
     plain = given.strip().rstrip(".").strip("'\"` ").casefold()
     return f"{float(plain):.0f}" if _NUMBER.fullmatch(plain) and float(plain).is_integer() else plain
 
 
 def result_text(result: Result, most_chars: int) -> str:
-    """Return what a statement did in at most ``most_chars`` characters: rows, one a line with | between the values;
-    how many rows it changed; or its error."""
+    """Return the result of a statement in at most ``most_chars`` characters: its rows, one per line
+    with | between the values, the number of changed rows, or its error."""
     if result.error:
         return shorten(f"error: {_printable(result.error)}", most_chars)
     if result.changed is not None and not result.rows:
@@ -69,7 +73,7 @@ def row_text(row: Iterable[Any]) -> str:
 
 
 def shorten(text: str, most_chars: int) -> str:
-    """Return the text, or its beginning with dots when it is longer than ``most_chars`` (at least 3)."""
+    """Return the text, or its beginning and dots if it is longer than ``most_chars`` (at least 3)."""
     return text if len(text) <= most_chars else f"{text[: most_chars - 3]}..."
 
 
@@ -84,41 +88,49 @@ def _value_text(value: Any) -> str:
 
 
 def _printable(characters: Iterable[str]) -> str:
-    """Return the text with a space for every character that cannot be printed, so that a row stays a line."""
+    """Return the text with a space for every unprintable character, so that a row stays one line."""
     return "".join(character if character.isprintable() else " " for character in characters)
 
 
 FOUND = 0.5
-"""What an answer that was found but not given is worth."""
+"""Potential of an answer that was found but not given."""
 HARM = -0.2
-"""The least potential: a database that is farther from what is wanted than it was."""
-MOST_LINES, MOST_LINE_CHARS = 8, 120
+"""Smallest potential: the database is farther from the wanted rows than at the start."""
+MOST_LINES = 8
+MOST_LINE_CHARS = 120
 """How much of the difference people see: wrong rows, and characters of each."""
 MOST_ROWS = 40
-"""Rows of a database that people see."""
+"""Most rows of a database in the view for people."""
 
 
 class QuestionGoal:
-    """A question is answered. Finding it means a result of one value, the answer, by a statement that reads all columns
-    that the answer depends on and finds the answer among other rows as well: one that returns a constant does not,
-    whatever it names. Only the last result of one value counts."""
+    """Goal of answering a question.
 
-    def __init__(self, instance: Instance, limits: Limits) -> None:
+    The answer is found when a result with one value contains it, the statement reads all columns
+    that the answer depends on, and the same statement also finds the answer on other rows. A
+    statement that returns a constant does not count. Only the last result with one value counts.
+    """
+
+    def __init__(self, instance: SqlInstance, limits: Limits) -> None:
         assert instance.answer is not None
-        self._expected, self._needed = instance.answer, instance.reads
-        self._instance, self._limits = instance, limits
+        self._expected = instance.answer
+        self._needed = instance.reads
+        self._instance = instance
+        self._limits = limits
         self._given = ""
-        self.potential, self.solved = 0.0, False
+        self.potential = 0.0
+        self.solved = False
 
     def take_result(self, statement: str, result: Result, database: Database) -> None:
-        """See what a statement returned."""
+        """Update the potential after a statement."""
         value = _value_of(result)
         if value is not None:
-            right = value == self._expected and result.read >= self._needed and self._finds_others(statement)
+            right = value == self._expected and result.read >= self._needed and self._finds_other_answers(statement)
             self.potential = FOUND if right else 0.0
 
-    def _finds_others(self, statement: str) -> bool:
-        """Return whether a statement finds the answer where it is another one."""
+    def _finds_other_answers(self, statement: str) -> bool:
+        """Return whether a statement also finds the answer on rows for which the answer is
+        different."""
         for tables in self._instance.twins():
             twin = Database(tables, self._limits, writable=False)
             try:
@@ -130,7 +142,8 @@ class QuestionGoal:
         return False
 
     def take_answer(self, answer: str) -> tuple[str, bool]:
-        """Take the answer, the only one there is. Returns what the policy is told, and whether the episode ends."""
+        """Judge the answer; there is only one. Returns (reply to the policy, whether the episode
+        ends)."""
         self._given = read_value(answer)
         self.solved = is_right(answer, self._expected)
         if self.solved:
@@ -139,39 +152,43 @@ class QuestionGoal:
 
     @property
     def state_key(self) -> str:
-        """Nothing: a question changes no rows, and what the policy knows stands in what it has read."""
+        """ "": a question changes no rows, and the conversation contains everything that the policy
+        knows."""
         return ""
 
     def info(self) -> dict[str, Any]:
-        """Return for people what was answered; a question changes no rows."""
+        """Return the answer for people; a question changes no rows."""
         return {"view": {"title": "The answer", "text": self._given[:MOST_LINE_CHARS]}}
 
 
 def _value_of(result: Result) -> Any:
-    """Return the value of a result that has only one, else None."""
+    """Return the value of a result that consists of a single value, otherwise None."""
     is_value = len(result.rows) == 1 and len(result.rows[0]) == 1 and not result.more
     return result.rows[0][0] if is_value else None
 
 
 class ChangeGoal:
-    """The database holds exactly the wanted rows. The distance to them is the number of primary keys whose row is not
-    the wanted one, so that deleting a row that should have been changed is no progress."""
+    """Goal of bringing the database to exactly the wanted rows. The distance is the number of
+    primary keys whose row differs from the wanted one, so deleting a row that should be changed is
+    no progress."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: SqlInstance) -> None:
         names = [table.name for table in instance.tables]
         self._wanted: Rows = {
             name: {row[0]: row for row in rows} for name, rows in zip(names, instance.wanted, strict=True)
         }
         self._rows: Rows = {table.name: {row[0]: row for row in table.rows} for table in instance.tables}
-        self._start = len(self._wrong_keys())
+        self._start = len(self._find_wrong_keys())
         if not self._start:
             raise ValueError("the task asks for a change that changes nothing")
-        self.potential, self.solved = 0.0, False
+        self.potential = 0.0
+        self.solved = False
 
     def take_result(self, statement: str, result: Result, database: Database) -> None:
-        """Compare the database with what is wanted. A failed statement may have changed it as well."""
+        """Compare the database with the wanted rows. A failed statement may have changed it as
+        well."""
         self._rows = database.rows()
-        distance = len(self._wrong_keys())
+        distance = len(self._find_wrong_keys())
         self.solved = distance == 0
         self.potential = max(HARM, (self._start - distance) / self._start)
 
@@ -181,23 +198,26 @@ class ChangeGoal:
 
     @property
     def state_key(self) -> str:
-        """A digest of all rows."""
+        """Digest of all rows."""
         rows = {name: sorted(map(repr, kept.values())) for name, kept in self._rows.items()}
         return hashlib.sha256(repr(rows).encode()).hexdigest()
 
     def info(self) -> dict[str, Any]:
-        """Return for people all rows, and those that are missing and that should not be there, as lines
-        ``table|value|...``, a few."""
-        wrong = self._wrong_keys()[:MOST_LINES]
+        """Return, for people, all rows, and some of the missing and surplus ones as lines
+        ``table|value|...``."""
+        wrong = self._find_wrong_keys()[:MOST_LINES]
         sides = {"missing": self._wanted, "surplus": self._rows}
-        found: dict[str, Any] = {"view": {"title": "The rows", "columns": ["table", "row"], "rows": _shown(self._rows)}}
-        return found | {
+        view: dict[str, Any] = {
+            "view": {"title": "The rows", "columns": ["table", "row"], "rows": _visible_rows(self._rows)}
+        }
+        return view | {
             side: [row_text((name, *rows[name][key]))[:MOST_LINE_CHARS] for name, key in wrong if key in rows[name]]
             for side, rows in sides.items()
         }
 
-    def _wrong_keys(self) -> list[tuple[str, Any]]:
-        """Return the primary keys, with their tables, whose row is missing, surplus or another one than is wanted."""
+    def _find_wrong_keys(self) -> list[tuple[str, Any]]:
+        """Return (table, primary key) of rows that are missing, surplus or different from the
+        wanted ones."""
         return [
             (name, key)
             for name, wanted in self._wanted.items()
@@ -206,8 +226,9 @@ class ChangeGoal:
         ]
 
 
-def _shown(tables: Rows) -> list[list[str]]:
-    """Return all rows as (table, row); where the policy made many or long ones, the beginning and a digest of all."""
+def _visible_rows(tables: Rows) -> list[list[str]]:
+    """Return all rows as (table, row); if there are many or long ones, the first few and a digest
+    of all."""
     rows = [[name, row_text(row)] for name, kept in tables.items() for row in kept.values()]
     if len(rows) <= MOST_ROWS and all(len(text) <= MOST_LINE_CHARS for _, text in rows):
         return rows
@@ -220,19 +241,22 @@ NO_STATEMENT = "error: no statement; reply with one SQL statement or a line answ
 
 
 class SqlEnvironment:
-    """Implements ``realhf.api.environment.Environment``. Every statement runs on the event loop, within the processor
-    time of ``limits``. ``most_statements``: the episode ends after as many turns; ``observation_chars``: the longest
-    answer to one."""
+    """``realhf.api.environment.Environment`` on a database. Every statement runs on the event loop,
+    within the processor time of ``limits``. ``most_statements``: most turns of an episode;
+    ``observation_chars``: longest answer."""
 
     def __init__(self, limits: Limits, *, most_statements: int, observation_chars: int) -> None:
-        self._limits, self._most_statements, self._observation_chars = limits, most_statements, observation_chars
+        self._limits = limits
+        self._most_statements = most_statements
+        self._observation_chars = observation_chars
         self._database: Database | None = None
         self._goal: QuestionGoal | ChangeGoal | None = None
-        self._turns, self._paid = 0, 0.0
+        self._turns = 0
+        self._rewarded = 0.0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Begin an episode; the payload decides everything, ``seed`` nothing. Raises EnvironmentFailure (internal) for
-        a payload of another environment."""
+        """Start an episode; the payload determines everything, ``seed`` is not used. Raises
+        EnvironmentFailure (internal) for a payload of another environment."""
         await self.close()
         try:
             instance = draw_instance(task)
@@ -240,7 +264,8 @@ class SqlEnvironment:
             raise EnvironmentFailure("internal", str(error)) from None
         self._goal = QuestionGoal(instance, self._limits) if instance.answer is not None else ChangeGoal(instance)
         self._database = Database(instance.tables, self._limits, writable=isinstance(self._goal, ChangeGoal))
-        self._turns, self._paid = 0, 0.0
+        self._turns = 0
+        self._rewarded = 0.0
         return Opening(
             [{"role": "user", "content": instance.text()}],
             info={"tables": {table.name: [list(row) for row in table.rows] for table in instance.tables}},
@@ -248,7 +273,8 @@ class SqlEnvironment:
         )
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """Run the statement, or take the answer. Raises EnvironmentFailure (internal) when no episode is open."""
+        """Run the statement, or judge the answer. Raises EnvironmentFailure (internal) when no
+        episode is open."""
         if self._database is None or self._goal is None:
             raise EnvironmentFailure("internal", "no episode is open; call reset first")
         self._turns += 1
@@ -257,11 +283,12 @@ class SqlEnvironment:
         if answer is not None:
             text, ended = self._goal.take_answer(answer)
         else:
-            text, ended = self._run(self._database, self._goal, read_statement(content)), False
-        return self._turn(text, ended=ended)
+            text = self._run(self._database, self._goal, read_statement(content))
+            ended = False
+        return self._build_turn(text, ended=ended)
 
     async def close(self) -> None:
-        """Free the database; it may be called at any time."""
+        """Free the database. Idempotent."""
         if self._database is not None:
             self._database.close()
         self._database = self._goal = None
@@ -273,11 +300,14 @@ class SqlEnvironment:
         goal.take_result(statement, result, database)
         return result_text(result, self._observation_chars)
 
-    def _turn(self, text: str, *, ended: bool) -> Turn:
-        """Pay the difference of the potential, and end the episode if it is solved, answered or too long."""
+    def _build_turn(self, text: str, *, ended: bool) -> Turn:
+        """Return the turn: its reward is the change of the potential, and the episode ends if it is
+        solved, answered or too long."""
         assert self._goal is not None
-        potential, solved = self._goal.potential, self._goal.solved
-        reward, self._paid = potential - self._paid, potential
+        potential = self._goal.potential
+        solved = self._goal.solved
+        reward = potential - self._rewarded
+        self._rewarded = potential
         done = solved or ended or self._turns >= self._most_statements
         if done and self._database is not None:
             self._database.close()

@@ -1,11 +1,13 @@
-"""Defines an instance of a task, its tables, what is asked and what counts as solved, and draws its words and rows.
+"""Task instances of the SQL environment: tables, request and success criterion, with randomly drawn
+words and rows.
 
-A row is called ``adjective-animal``, a table by one word, because a small policy copies what is short. Held out are
-*pairs* of words that training never combines, decided by a stable hash: a table with its column of numbers, and both
-words of a row. Every word occurs in training, so a policy must copy, not recall. Every instance has a table with such
-a column and rows, so the splits share no instance.
+A row is named ``adjective-animal`` and a table has a one-word name, because a small policy can only
+copy short names. The held-out split consists of *pairs* of words that training never combines,
+chosen by a stable hash: a table with its number column, and both words of a row name. Every word
+occurs in training, so a policy must copy, not recall. Every instance contains such pairs, so the
+splits share no instance.
 
-What is wanted is worked out in Python from the rows, not by the SQL of the scripted solution.
+The wanted result is computed in Python from the rows, not by the SQL of the scripted solution.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ TEXT_COLUMNS = MappingProxyType(
         "metal": words("copper iron lead nickel steel zinc"),
     }
 )
-"""A text column, and what its values are drawn from."""
+"""Text columns and their possible values."""
 NUMBER_COLUMNS = words("age cost price score size stock volume weight")
 LINKED_COLUMNS = MappingProxyType(
     {
@@ -54,32 +56,33 @@ LINKED_COLUMNS = MappingProxyType(
         "region": words("east north south west"),
     }
 )
-"""A column that a second table gives to each value of a text column, and its values."""
+"""Columns of a second table that map each value of a text column to one of these values."""
 
 
 def is_heldout_pair(first: str, second: str) -> bool:
-    """Return whether names with this pair of words are kept for evaluation."""
+    """Return whether names with this pair of words belong to the held-out split."""
     return is_held_out(f"{first} {second}")
 
 
 def draw_table(rng: random.Random, split: str, numbers: tuple[str, ...] = NUMBER_COLUMNS) -> tuple[str, str]:
-    """Draw a table's name and its column of ``numbers``. Raises ValueError for an unknown split."""
-    return _pair(rng, split, TABLES, numbers)
+    """Draw a table name and its number column from ``numbers``. Raises ValueError for an unknown
+    split."""
+    return _draw_pair(rng, split, TABLES, numbers)
 
 
 def draw_row_names(rng: random.Random, split: str, count: int) -> list[str]:
-    """Draw ``count`` different names such as ``brave-otter``; the first two differ in the last word alone. Raises
-    ValueError for an unknown split."""
+    """Draw ``count`` different names such as ``brave-otter``; the first two differ only in the last
+    word. Raises ValueError for an unknown split."""
     pairs: list[tuple[str, str]] = []
     while len(pairs) < count:
         first = (pairs[0][0],) if len(pairs) == 1 else ROW_ADJECTIVES
-        pair = _pair(rng, split, first, ANIMALS)
+        pair = _draw_pair(rng, split, first, ANIMALS)
         if pair not in pairs:
             pairs.append(pair)
     return ["-".join(pair) for pair in pairs]
 
 
-def _pair(rng: random.Random, split: str, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, str]:
+def _draw_pair(rng: random.Random, split: str, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, str]:
     if split not in SPLITS:
         raise ValueError(f"{split!r} is no split (known: {', '.join(SPLITS)})")
     while True:
@@ -89,31 +92,41 @@ def _pair(rng: random.Random, split: str, first: tuple[str, ...], second: tuple[
 
 
 Value = int | str
-SMALLEST, LARGEST = 1, 30
-"""Numbers in rows lie between these, inclusive."""
-FEWEST_ROWS, MOST_ROWS = 8, 12
+SMALLEST = 1
+LARGEST = 30
+"""Bounds of numbers in rows, inclusive."""
+FEWEST_ROWS = 8
+MOST_ROWS = 12
 
 
-class Row(NamedTuple):
-    """A row of the main table: ``text`` and ``number`` stand in columns whose names are drawn."""
+class MainRow(NamedTuple):
+    """Row of the main table; the names of the columns ``text`` and ``number`` are drawn."""
 
     id: int
+    """Primary key."""
     name: str
+    """Two-word name."""
     text: str
+    """Value of the text column."""
     number: int
+    """Value of the number column."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table and its rows. The first column is the primary key; the type of a column is that of ``types``."""
+    """A table and its rows."""
 
     name: str
+    """Name of the table."""
     columns: tuple[str, ...]
+    """Names of the columns; the first is the primary key."""
     types: tuple[str, ...]
+    """SQL types of the columns."""
     rows: tuple[tuple[Value, ...], ...]
+    """Values of the rows."""
 
     def create_sql(self) -> str:
-        """Return the statement that makes the table."""
+        """Return the CREATE TABLE statement."""
         keys = (" PRIMARY KEY", *("",) * (len(self.columns) - 1))
         parts = zip(self.columns, self.types, keys, strict=True)
         return f"CREATE TABLE {self.name} ({', '.join(f'{name} {kind} NOT NULL{key}' for name, kind, key in parts)})"
@@ -124,49 +137,53 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Instance:
-    """One task. ``request`` is what is asked; ``statements`` solve it. A question has an ``answer``; a change has
-    ``wanted``, the rows of every table afterwards."""
+class SqlInstance:
+    """One task."""
 
     request: str
+    """What the policy is asked."""
     tables: tuple[Table, ...]
+    """Tables at the start."""
     statements: tuple[str, ...]
+    """Statements that solve the task."""
     answer: Value | None = None
+    """Answer of a question; None for a change."""
     wanted: tuple[tuple[tuple[Value, ...], ...], ...] = ()
+    """Rows of every table after a change; () for a question."""
 
     @property
     def columns(self) -> frozenset[str]:
-        """The names of all columns."""
+        """Names of all columns."""
         return frozenset(column for table in self.tables for column in table.columns)
 
     @property
     def reads(self) -> frozenset[tuple[str, str]]:
-        """The columns that the scripted statements name, as (table, column), but for those that tables are joined by:
-        SQLite does not tell that it reads them."""
+        """Columns that the scripted statements name, as (table, column), except join columns, whose
+        reads SQLite does not report."""
         words = {*re.findall(r"\w+", " ".join(self.statements))}
         columns = [(table.name, name) for table in self.tables for name in table.columns]
         times = Counter(name for _, name in columns)
         return frozenset((table, name) for table, name in columns if name in words and times[name] == 1)
 
     def twins(self) -> Iterator[tuple[Table, ...]]:
-        """Yield the tables with other rows: a row less, and the values of each column handed on to other rows; then
-        with other values in one column."""
+        """Yield the tables with other rows: first with one row less and the values of each column
+        shifted to other rows, then with other values in one column."""
         for place in range(max(len(table.rows) for table in self.tables)):
-            yield tuple(_stirred(table, place) for table in self.tables)
-        for changed in self.tables:
-            for column in range(1, len(changed.columns)):
-                yield tuple(_replaced(table, column) if table is changed else table for table in self.tables)
+            yield tuple(_rotate_columns(table, place) for table in self.tables)
+        for target in self.tables:
+            for column in range(1, len(target.columns)):
+                yield tuple(_replace_column(table, column) if table is target else table for table in self.tables)
 
     def text(self) -> str:
-        """Return what the policy reads first: the tables and the request."""
+        """Return the opening for the policy: the tables and the request."""
         return f"Tables: {', '.join(table.heading() for table in self.tables)}.\n{self.request}"
 
     def turns(self) -> tuple[str, ...]:
-        """Return what a policy says that solves the task."""
+        """Return the turns of a policy that solves the task."""
         return self.statements if self.answer is None else (*self.statements, f"answer: {self.answer}")
 
 
-def _replaced(table: Table, column: int) -> Table:
+def _replace_column(table: Table, column: int) -> Table:
     """Return a table with other values in a column."""
     rows = []
     for row in table.rows:
@@ -176,9 +193,9 @@ def _replaced(table: Table, column: int) -> Table:
     return replace(table, rows=tuple(rows))
 
 
-def _stirred(table: Table, place: int) -> Table:
-    """Return a table without the row at a place (of a small table none), its columns turned, each by another number of
-    rows."""
+def _rotate_columns(table: Table, place: int) -> Table:
+    """Return a table without the row at ``place`` (small tables keep all rows) and with each column
+    rotated by a different number of rows."""
     rows = table.rows if len(table.rows) < FEWEST_ROWS else (*table.rows[:place], *table.rows[place + 1 :])
     turned = [
         [row[column] for row in (*rows[turn:], *rows[:turn])]
@@ -189,35 +206,42 @@ def _stirred(table: Table, place: int) -> Table:
 
 
 @dataclass(frozen=True)
-class Scene:
-    """A main table that a template asks about, with what was drawn for it. ``target`` and ``other`` are two of its
-    rows; another row's name differs from that of ``target`` in the last word alone."""
+class SqlScene:
+    """A main table for a template, and the draws about it."""
 
     rng: random.Random
+    """Random generator of the instance."""
     split: str
+    """Split of the names."""
     table: str
+    """Name of the main table."""
     text: str
+    """Name of its text column."""
     number: str
-    rows: tuple[Row, ...]
-    target: Row
-    other: Row
+    """Name of its number column."""
+    rows: tuple[MainRow, ...]
+    """Its rows."""
+    target: MainRow
+    """A row; the name of another row differs from its name only in the last word."""
+    other: MainRow
+    """Another row."""
 
     @property
     def main(self) -> Table:
         """The main table."""
         return self.table_of(self.table, self.rows)
 
-    def table_of(self, name: str, rows: Sequence[Row]) -> Table:
-        """Return a table with the columns of the main one."""
+    def table_of(self, name: str, rows: Sequence[MainRow]) -> Table:
+        """Return a table with the columns of the main table."""
         columns = ("id", "name", self.text, self.number)
         return Table(name, columns, ("INTEGER", "TEXT", "TEXT", "INTEGER"), tuple(tuple(row) for row in rows))
 
-    def having(self, text: str) -> list[Row]:
+    def rows_with_text(self, text: str) -> list[MainRow]:
         """Return the rows with this value in the text column."""
         return [row for row in self.rows if row.text == text]
 
-    def changed(self, change: Callable[[Row], Row | None]) -> tuple[Row, ...]:
-        """Return the rows as ``change`` makes each of them; one that becomes None is gone."""
+    def map_rows(self, change: Callable[[MainRow], MainRow | None]) -> tuple[MainRow, ...]:
+        """Return the rows mapped by ``change``; rows mapped to None are removed."""
         return tuple(new for row in self.rows if (new := change(row)) is not None)
 
     def other_table_name(self) -> str:
@@ -226,49 +250,53 @@ class Scene:
             pass
         return name
 
-    def fresh(self, count: int) -> list[Row]:
-        """Draw rows that the main table does not have: other ids, names and numbers."""
-        ids, numbers = ({row.id for row in self.rows}, {row.number for row in self.rows})
+    def draw_new_rows(self, count: int) -> list[MainRow]:
+        """Draw rows with ids, names and numbers that the main table does not contain."""
+        ids = {row.id for row in self.rows}
+        numbers = {row.number for row in self.rows}
         taken = {row.name for row in self.rows}
-        found: list[Row] = []
-        while len(found) < count:
+        rows: list[MainRow] = []
+        while len(rows) < count:
             row = _draw_rows(self.rng, self.split, self.text, 2)[0]
             if row.id not in ids and row.number not in numbers and row.name not in taken:
-                found.append(row)
+                rows.append(row)
                 ids.add(row.id)
                 numbers.add(row.number)
                 taken.add(row.name)
-        return found
+        return rows
 
 
-def draw_scene(rng: random.Random, split: str) -> Scene:
+def draw_scene(rng: random.Random, split: str) -> SqlScene:
     """Draw a main table. Raises ValueError for an unknown split."""
     text = rng.choice([*TEXT_COLUMNS])
     table, number = draw_table(rng, split)
     rows = _draw_rows(rng, split, text, rng.randint(FEWEST_ROWS, MOST_ROWS))
-    target, other = rows[0], rng.choice(rows[2:])
-    return Scene(rng, split, table, text, number, tuple(sorted(rows)), target, other)
+    target = rows[0]
+    other = rng.choice(rows[2:])
+    return SqlScene(rng, split, table, text, number, tuple(sorted(rows)), target, other)
 
 
-def _draw_rows(rng: random.Random, split: str, text: str, count: int) -> list[Row]:
-    """Draw rows with different ids, names and numbers; the names of the first two differ in the last word alone."""
+def _draw_rows(rng: random.Random, split: str, text: str, count: int) -> list[MainRow]:
+    """Draw rows with different ids, names and numbers; the names of the first two differ only in
+    the last word."""
     texts = rng.sample(TEXT_COLUMNS[text], 3)
     ids = rng.sample(range(1, LARGEST + 1), count)
     numbers = rng.sample(range(SMALLEST, LARGEST + 1), count)
     row_names = draw_row_names(rng, split, count)
     rows = zip(ids, row_names, numbers, strict=True)
-    return [Row(number_id, name, rng.choice(texts), number) for number_id, name, number in rows]
+    return [MainRow(number_id, name, rng.choice(texts), number) for number_id, name, number in rows]
 
 
-def question(scene: Scene, request: str, statement: str, answer: Value, *tables: Table) -> Instance:
-    """Return a question about the main table and perhaps others."""
-    return Instance(request, (scene.main, *tables), (statement,), answer=answer)
+def question(scene: SqlScene, request: str, statement: str, answer: Value, *tables: Table) -> SqlInstance:
+    """Return a question about the main table and optionally others."""
+    return SqlInstance(request, (scene.main, *tables), (statement,), answer=answer)
 
 
 def change(
-    scene: Scene, request: str, statements: Sequence[str], wanted: Sequence[Row], *others: tuple[Table, Table]
-) -> Instance:
-    """Return a change that leaves the main table with ``wanted``; ``others`` are the other tables before and after."""
+    scene: SqlScene, request: str, statements: Sequence[str], wanted: Sequence[MainRow], *others: tuple[Table, Table]
+) -> SqlInstance:
+    """Return a change that leaves the main table with ``wanted``; ``others``: the other tables
+    before and after."""
     tables = (scene.main, *(before for before, _ in others))
     rows = (tuple(tuple(row) for row in wanted), *(after.rows for _, after in others))
-    return Instance(request, tables, tuple(statements), wanted=rows)
+    return SqlInstance(request, tables, tuple(statements), wanted=rows)

@@ -1,5 +1,5 @@
-"""Draws the tasks of the SQL environment: templates of questions (lookup, aggregate, join) and of changes (change,
-steps), and the task set."""
+"""Tasks of the SQL environment: templates of questions (lookup, aggregate, join) and of changes
+(change, steps), and the task set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from realhf.environments.sql import instance
 from realhf.environments.sql.instance import (
     LARGEST,
     SMALLEST,
-    Instance,
-    Row,
-    Scene,
+    MainRow,
+    SqlInstance,
+    SqlScene,
     Table,
     change,
     draw_scene,
@@ -24,12 +24,15 @@ from realhf.environments.sql.instance import (
 )
 
 GROUPS = ("lookup", "aggregate", "join", "change", "steps")
-"""The easiest first: one cell; over several rows; over two tables; one change; several statements."""
+"""Groups by difficulty: one cell; over several rows; over two tables; one change; several
+statements."""
 
 
-def cell(scene: Scene) -> Instance:
+def cell(scene: SqlScene) -> SqlInstance:
     """A number of a row with a given name."""
-    table, number, row = scene.table, scene.number, scene.target
+    table = scene.table
+    number = scene.number
+    row = scene.target
     return question(
         scene,
         f"What is the {number} in {table} where name='{row.name}'?",
@@ -38,7 +41,7 @@ def cell(scene: Scene) -> Instance:
     )
 
 
-def name_of_id(scene: Scene) -> Instance:
+def name_of_id(scene: SqlScene) -> SqlInstance:
     """The name of a row with a given id."""
     return question(
         scene,
@@ -48,9 +51,11 @@ def name_of_id(scene: Scene) -> Instance:
     )
 
 
-def name_of_number(scene: Scene) -> Instance:
+def name_of_number(scene: SqlScene) -> SqlInstance:
     """The name of the row with a given number."""
-    table, number, row = scene.table, scene.number, scene.target
+    table = scene.table
+    number = scene.number
+    row = scene.target
     return question(
         scene,
         f"What is the name in {table} where {number}={row.number}?",
@@ -59,31 +64,37 @@ def name_of_number(scene: Scene) -> Instance:
     )
 
 
-def count(scene: Scene) -> Instance:
+def count(scene: SqlScene) -> SqlInstance:
     """How many rows have a given text."""
-    table, text, value = scene.table, scene.text, scene.target.text
+    table = scene.table
+    text = scene.text
+    value = scene.target.text
     return question(
         scene,
         f"How many rows are in {table} where {text}='{value}'?",
         f"SELECT count(*) FROM {table} WHERE {text}='{value}'",
-        len(scene.having(value)),
+        len(scene.rows_with_text(value)),
     )
 
 
-def total(scene: Scene) -> Instance:
+def total(scene: SqlScene) -> SqlInstance:
     """The sum of the numbers of the rows with a given text."""
-    table, text, number, value = scene.table, scene.text, scene.number, scene.target.text
+    table = scene.table
+    text = scene.text
+    number = scene.number
+    value = scene.target.text
     return question(
         scene,
         f"What is the total {number} in {table} where {text}='{value}'?",
         f"SELECT sum({number}) FROM {table} WHERE {text}='{value}'",
-        sum(row.number for row in scene.having(value)),
+        sum(row.number for row in scene.rows_with_text(value)),
     )
 
 
-def extreme(scene: Scene) -> Instance:
+def extreme(scene: SqlScene) -> SqlInstance:
     """The name of the row with the largest or smallest number."""
-    table, number = scene.table, scene.number
+    table = scene.table
+    number = scene.number
     largest = scene.rng.random() < 0.5
     row = (max if largest else min)(scene.rows, key=lambda row: row.number)
     return question(
@@ -94,9 +105,11 @@ def extreme(scene: Scene) -> Instance:
     )
 
 
-def total_above(scene: Scene) -> Instance:
+def total_above(scene: SqlScene) -> SqlInstance:
     """The sum of the numbers of the rows above a given number."""
-    table, number, limit = scene.table, scene.number, scene.other.number
+    table = scene.table
+    number = scene.number
+    limit = scene.other.number
     limit = min(limit, max(row.number for row in scene.rows) - 1)
     return question(
         scene,
@@ -106,9 +119,10 @@ def total_above(scene: Scene) -> Instance:
     )
 
 
-def linked_value(scene: Scene) -> Instance:
+def linked_value(scene: SqlScene) -> SqlInstance:
     """What a second table says about a row with a given name."""
-    linked, row = linked_table(scene), scene.target
+    linked = linked_table(scene)
+    row = scene.target
     return question(
         scene,
         f"What is the {linked.columns[1]} in {scene.table} where name='{row.name}'?",
@@ -118,7 +132,7 @@ def linked_value(scene: Scene) -> Instance:
     )
 
 
-def linked_count(scene: Scene) -> Instance:
+def linked_count(scene: SqlScene) -> SqlInstance:
     """How many rows have a given value in a second table."""
     linked = linked_table(scene)
     column, value, having = _rows_with_value(scene, linked)
@@ -131,7 +145,7 @@ def linked_count(scene: Scene) -> Instance:
     )
 
 
-def linked_total(scene: Scene) -> Instance:
+def linked_total(scene: SqlScene) -> SqlInstance:
     """The sum of the numbers of the rows with a given value in a second table."""
     linked = linked_table(scene)
     column, value, having = _rows_with_value(scene, linked)
@@ -145,8 +159,9 @@ def linked_total(scene: Scene) -> Instance:
     )
 
 
-def linked_table(scene: Scene) -> Table:
-    """Draw a second table: it gives a value to every text that there is but one, which the main table does not have."""
+def linked_table(scene: SqlScene) -> Table:
+    """Draw a second table that maps every possible text, except one that the main table does not
+    contain, to a value."""
     column = scene.rng.choice([*instance.LINKED_COLUMNS])
     used = {row.text for row in scene.rows}
     left_out = scene.rng.choice([text for text in instance.TEXT_COLUMNS[scene.text] if text not in used])
@@ -155,8 +170,9 @@ def linked_table(scene: Scene) -> Table:
     return Table(scene.other_table_name(), (scene.text, column), ("TEXT", "TEXT"), rows)
 
 
-def _rows_with_value(scene: Scene, linked: Table) -> tuple[str, str, list[int]]:
-    """Return the second table's column, its value for the target, and the numbers of the rows that share it."""
+def _rows_with_value(scene: SqlScene, linked: Table) -> tuple[str, str, list[int]]:
+    """Return (column of the second table, its value for the target, numbers of the rows with that
+    value)."""
     value_of = _value_of(linked)
     value = value_of[scene.target.text]
     return linked.columns[1], value, [row.number for row in scene.rows if value_of[row.text] == value]
@@ -166,31 +182,33 @@ def _value_of(linked: Table) -> dict[str, str]:
     return {str(text): str(value) for text, value in linked.rows}
 
 
-def set_number(scene: Scene) -> Instance:
+def set_number(scene: SqlScene) -> SqlInstance:
     """Give a row another number."""
-    table, number, row = scene.table, scene.number, scene.target
+    table = scene.table
+    number = scene.number
+    row = scene.target
     value = scene.rng.choice([value for value in range(SMALLEST, LARGEST + 1) if value != row.number])
     return change(
         scene,
         f"Set {number} to {value} in {table} where name='{row.name}'.",
         [f"UPDATE {table} SET {number}={value} WHERE name='{row.name}'"],
-        _with_number(scene, row, value),
+        _set_row_number(scene, row, value),
     )
 
 
-def delete(scene: Scene) -> Instance:
+def delete(scene: SqlScene) -> SqlInstance:
     """Delete a row."""
     return change(
         scene,
         f"Delete the row in {scene.table} where name='{scene.target.name}'.",
         [f"DELETE FROM {scene.table} WHERE name='{scene.target.name}'"],
-        _without(scene, scene.target),
+        _drop_row(scene, scene.target),
     )
 
 
-def insert(scene: Scene) -> Instance:
+def insert(scene: SqlScene) -> SqlInstance:
     """Add a row."""
-    new = scene.fresh(1)[0]
+    new = scene.draw_new_rows(1)[0]
     values = f"{new.id},'{new.name}','{new.text}',{new.number}"
     return change(
         scene,
@@ -200,21 +218,27 @@ def insert(scene: Scene) -> Instance:
     )
 
 
-def raise_numbers(scene: Scene) -> Instance:
+def raise_numbers(scene: SqlScene) -> SqlInstance:
     """Add to the numbers of all rows with a given text."""
-    table, text, number, value = scene.table, scene.text, scene.number, scene.target.text
+    table = scene.table
+    text = scene.text
+    number = scene.number
+    value = scene.target.text
     step = scene.rng.randint(2, 9)
     return change(
         scene,
         f"Add {step} to {number} in {table} where {text}='{value}'.",
         [f"UPDATE {table} SET {number}={number}+{step} WHERE {text}='{value}'"],
-        scene.changed(lambda row: row._replace(number=row.number + step) if row.text == value else row),
+        scene.map_rows(lambda row: row._replace(number=row.number + step) if row.text == value else row),
     )
 
 
-def transfer(scene: Scene) -> Instance:
+def transfer(scene: SqlScene) -> SqlInstance:
     """Move a part of a row's number to another row."""
-    table, number, giver, taker = scene.table, scene.number, scene.target, scene.other
+    table = scene.table
+    number = scene.number
+    giver = scene.target
+    taker = scene.other
     moved = scene.rng.randint(2, 9)
     wanted = {giver: giver.number - moved, taker: taker.number + moved}
     return change(
@@ -224,13 +248,16 @@ def transfer(scene: Scene) -> Instance:
             f"UPDATE {table} SET {number}={number}-{moved} WHERE name='{giver.name}'",
             f"UPDATE {table} SET {number}={number}+{moved} WHERE name='{taker.name}'",
         ],
-        scene.changed(lambda row: row._replace(number=wanted.get(row, row.number))),
+        scene.map_rows(lambda row: row._replace(number=wanted.get(row, row.number))),
     )
 
 
-def copy_number(scene: Scene) -> Instance:
+def copy_number(scene: SqlScene) -> SqlInstance:
     """Give a row the number of another one."""
-    table, number, source, target = scene.table, scene.number, scene.target, scene.other
+    table = scene.table
+    number = scene.number
+    source = scene.target
+    target = scene.other
     return change(
         scene,
         f"Set {number} in {table} where name='{target.name}' to that where name='{source.name}'.",
@@ -238,14 +265,15 @@ def copy_number(scene: Scene) -> Instance:
             f"SELECT {number} FROM {table} WHERE name='{source.name}'",
             f"UPDATE {table} SET {number}={source.number} WHERE name='{target.name}'",
         ],
-        _with_number(scene, target, source.number),
+        _set_row_number(scene, target, source.number),
     )
 
 
-def archive(scene: Scene) -> Instance:
+def archive(scene: SqlScene) -> SqlInstance:
     """Move a row to another table."""
-    table, target = scene.table, scene.target
-    kept = scene.fresh(3)
+    table = scene.table
+    target = scene.target
+    kept = scene.draw_new_rows(3)
     before = scene.table_of(scene.other_table_name(), sorted(kept))
     after = scene.table_of(before.name, [*kept, target])
     return change(
@@ -255,14 +283,16 @@ def archive(scene: Scene) -> Instance:
             f"INSERT INTO {before.name} SELECT * FROM {table} WHERE name='{target.name}'",
             f"DELETE FROM {table} WHERE name='{target.name}'",
         ],
-        _without(scene, target),
+        _drop_row(scene, target),
         (before, after),
     )
 
 
-def rename(scene: Scene) -> Instance:
+def rename(scene: SqlScene) -> SqlInstance:
     """Rename a text in two tables."""
-    linked, text, old = linked_table(scene), scene.text, scene.target.text
+    linked = linked_table(scene)
+    text = scene.text
+    old = scene.target.text
     linked_texts = {text for text, _ in linked.rows}
     new = next(text for text in instance.TEXT_COLUMNS[scene.text] if text not in linked_texts)
     after = Table(
@@ -275,20 +305,20 @@ def rename(scene: Scene) -> Instance:
         scene,
         f"Change {text}='{old}' to {text}='{new}' in {scene.table} and {linked.name}.",
         [f"UPDATE {name} SET {text}='{new}' WHERE {text}='{old}'" for name in (scene.table, linked.name)],
-        scene.changed(lambda row: row._replace(text=new) if row.text == old else row),
+        scene.map_rows(lambda row: row._replace(text=new) if row.text == old else row),
         (linked, after),
     )
 
 
-def _with_number(scene: Scene, target: Row, number: int) -> tuple[Row, ...]:
-    return scene.changed(lambda row: row._replace(number=number) if row == target else row)
+def _set_row_number(scene: SqlScene, target: MainRow, number: int) -> tuple[MainRow, ...]:
+    return scene.map_rows(lambda row: row._replace(number=number) if row == target else row)
 
 
-def _without(scene: Scene, target: Row) -> tuple[Row, ...]:
-    return scene.changed(lambda row: None if row == target else row)
+def _drop_row(scene: SqlScene, target: MainRow) -> tuple[MainRow, ...]:
+    return scene.map_rows(lambda row: None if row == target else row)
 
 
-TEMPLATES: Mapping[str, tuple[str, Callable[[Scene], Instance]]] = MappingProxyType(
+TEMPLATES: Mapping[str, tuple[str, Callable[[SqlScene], SqlInstance]]] = MappingProxyType(
     {
         draw.__name__: (group, draw)
         for group, draws in {
@@ -301,26 +331,26 @@ TEMPLATES: Mapping[str, tuple[str, Callable[[Scene], Instance]]] = MappingProxyT
         for draw in draws
     }
 )
-"""Name of a template to its group and to what makes its instances."""
+"""Group and function of each template."""
 
 
 class SqlTaskSet(GroupedTaskSet):
-    """Holds the templates of these groups, each an endless family by seed. The splits draw disjoint names. Raises
-    ValueError for an unknown split or group."""
+    """Templates of these groups, each with unlimited instances by seed. The splits draw disjoint
+    names. Raises ValueError for an unknown split or group."""
 
     def __init__(self, split: str = TRAIN, groups: Sequence[str] = GROUPS) -> None:
         super().__init__({name: group for name, (group, _) in TEMPLATES.items()}, GROUPS, groups, split)
 
     def instantiate(self, template_id: str, seed: int) -> Task:
-        """Return the instance that ``seed`` draws. Raises KeyError for a template that is not in the set."""
+        """Return the instance for ``seed``. Raises KeyError for a template that is not in the set."""
         group = self.group_of[template_id]
         payload = {"template": template_id, "split": self.split, "seed": seed}
         return Task(f"{template_id}:{self.split}:{seed}", group, payload, seed=seed)
 
 
-def draw_instance(payload: Mapping[str, Any]) -> Instance:
-    """Return the instance of a task's payload, the same for the same payload. Raises ValueError for a payload that is
-    not of this environment."""
+def draw_instance(payload: Mapping[str, Any]) -> SqlInstance:
+    """Return the instance of a task's payload; deterministic. Raises ValueError for a payload of
+    another environment."""
     name, split, seed = (payload.get(key) for key in ("template", "split", "seed"))
     if not isinstance(name, str) or name not in TEMPLATES:
         raise ValueError(f"the task names no template of this environment: {name!r}")

@@ -11,24 +11,24 @@ from realhf.environments.files.definition import (
     PERSISTENCE,
     demonstration,
     demonstrations,
-    drawn_mistake,
+    draw_mistake,
     play,
-    with_short_names,
+    shorten_names,
 )
-from realhf.environments.files.tasks import GROUPS, NAME, TEMPLATES, Call, FilesTasks, split_of
+from realhf.environments.files.tasks import GROUPS, NAME, TEMPLATES, FilesCall, FilesTasks, split_of
 from realhf.environments.files.workspace import FilesWorkspace
 
 TASKS = FilesTasks(GROUPS, "train")
 ASKED = DemonstrationRequest(20, 3, habit_fraction=0.35, recovery_fraction=0.15)
 
 
-def calls(shown: Demonstration) -> list[Call]:
+def calls(shown: Demonstration) -> list[FilesCall]:
     found = []
     for turn in shown.turns:
         assert turn.startswith("<tool_call>{") and turn.endswith("}</tool_call>")
         said = json.loads(turn.removeprefix("<tool_call>").removesuffix("</tool_call>"))
         assert {*said} == {"name", "arguments"}
-        found.append(Call(said["name"], said["arguments"]))
+        found.append(FilesCall(said["name"], said["arguments"]))
     return found
 
 
@@ -81,7 +81,7 @@ def test_a_habit_repeats_the_call_that_fails():
 def test_most_mistakes_shorten_names():
     rng = random.Random(1)
     drawn = Counter(
-        drawn_mistake(TASKS.instance(template, seed), rng) is with_short_names
+        draw_mistake(TASKS.instance(template, seed), rng) is shorten_names
         for template in TEMPLATES
         for seed in range(50)
     )

@@ -15,8 +15,8 @@ from realhf.environments.files.tasks import (
     KINDS,
     NAME,
     TEMPLATES,
+    FilesInstance,
     FilesTasks,
-    Instance,
     answer,
     draw_name,
     split_of,
@@ -26,13 +26,13 @@ from realhf.environments.files.workspace import FilesWorkspace
 DRAWS = 30
 
 
-def opened(instance: Instance) -> FilesWorkspace:
+def opened(instance: FilesInstance) -> FilesWorkspace:
     workspace = FilesWorkspace()
     assert workspace.reset(**json.loads(json.dumps(instance.row))) == instance.request
     return workspace
 
 
-def instances(template: str, split: str = TRAIN) -> list[Instance]:
+def instances(template: str, split: str = TRAIN) -> list[FilesInstance]:
     return [FilesTasks(GROUPS, split).instance(template, seed) for seed in range(DRAWS)]
 
 

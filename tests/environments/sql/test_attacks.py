@@ -76,7 +76,7 @@ def test_an_attack_is_refused(name: str, writable: bool, empty_folder: Path):
 @pytest.mark.parametrize("name", sorted(REFUSED.keys() - FIRST_LAYER_ALONE))
 def test_an_attack_is_refused_by_sqlite_when_its_text_was_let_through(name: str, empty_folder: Path, monkeypatch):
     """The second layer: limits, authorizer, steps and time."""
-    monkeypatch.setattr(database_module, "refusal_of", lambda statement: "")
+    monkeypatch.setattr(database_module, "find_refusal", lambda statement: "")
     assert attack(REFUSED[name], empty_folder, writable=True).error
 
 
