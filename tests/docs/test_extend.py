@@ -559,9 +559,9 @@ def test_an_episode_of_the_producer_is_a_sound_row() -> None:
 @pytest.fixture
 def template(monkeypatch: pytest.MonkeyPatch) -> Iterator[loader.Template]:
     """The task of the page, among those of the tree."""
-    files = [*loader._files(), ("beginner", EXAMPLES / "delayed_queue.yaml")]
+    files = [*loader._iterate_files(), ("beginner", EXAMPLES / "delayed_queue.yaml")]
     loader._all_templates.cache_clear()
-    monkeypatch.setattr(loader, "_files", lambda: iter(files))
+    monkeypatch.setattr(loader, "_iterate_files", lambda: iter(files))
     yield loader.get_template(126)
     monkeypatch.undo()
     loader._all_templates.cache_clear()
