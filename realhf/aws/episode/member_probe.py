@@ -305,7 +305,7 @@ class Prober:
         meant = self._notes.defaults.get(place)
         is_name = shape.type_name == "string" and not _choices(shape) and _NAMING.search(path[-1]) is not None
         if len(digests) == 1 and not is_name and (meant is None or _at(params, path) != meant):
-            # A name of the only thing there says no more than what is said already, and a default is no other value.
+            # Skipped for names (leaving out the name of the only resource changes nothing) and for defaults.
             without = self._digest_after(_remove_at(params, path))
             # What a change leaves out stays as it is, which may be the value that was sent.
             makes = self.site.stack or _MAKES.match(self.site.operation.rpartition(":")[2])

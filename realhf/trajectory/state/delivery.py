@@ -197,8 +197,9 @@ def _check_closed(state: TrajectoryState, lease_id: str, expected: str) -> None:
     if closed is None:
         raise Refusal(404, f"unknown lease {lease_id[:64]}")
     if closed.outcome != expected:
-        said = "was redelivered to another trainer" if closed.outcome == "superseded" else "is already acknowledged"
-        raise Refusal(409, f"lease {lease_id} {said}")
+        superseded = closed.outcome == "superseded"
+        what_happened = "was redelivered to another trainer" if superseded else "is already acknowledged"
+        raise Refusal(409, f"lease {lease_id} {what_happened}")
 
 
 def _is_acked_by_pull(lease: LeaseRecord, identity: str) -> bool:

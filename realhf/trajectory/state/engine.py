@@ -182,7 +182,7 @@ class Engine:
                     results = await self._commit_round(batch)
                     break
                 except StateLost as error:
-                    logger.warning("the state is loaded anew (attempt %d of %d): %s", attempt + 1, ATTEMPTS, error)
+                    logger.warning("the state is reloaded (attempt %d of %d): %s", attempt + 1, ATTEMPTS, error)
                     self._must_reload = True
             else:
                 raise StoreFailure(f"{self.store.name}: the write lock was lost {ATTEMPTS} times in a row")

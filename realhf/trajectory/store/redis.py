@@ -378,7 +378,7 @@ class RedisStore(Store):
         connections, because the address may lead to the new master."""
         if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
             await self._redis.connection_pool.disconnect()
-            return StoreFailure(f"{self.name}: it is a replica now, and the next try connects anew ({error})")
+            return StoreFailure(f"{self.name}: it is a replica now; the next attempt reconnects ({error})")
         return self._failure(error)
 
     def _failure(self, error: Exception) -> StoreFailure:

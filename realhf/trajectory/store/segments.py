@@ -165,7 +165,7 @@ class Segments:
         offsets."""
         written = set()
         for ref, payloads in _runs(staged):
-            if file := self._files.get(ref >> _OFFSET_BITS):  # else all in it was given up meanwhile
+            if file := self._files.get(ref >> _OFFSET_BITS):  # otherwise everything in it has been discarded
                 file.handle = file.handle or self._new_file(file)
                 _write_all(file.handle.number, ref & _OFFSET_MASK, payloads)
                 written.add(file.handle)
@@ -264,7 +264,7 @@ class Segments:
         """Punch holes for parts of a file, each (offset, length), and return the freed bytes. Call
         it on the thread of ``remove``. Raises OSError."""
         if self._files.get(number) is not file or file.handle is None or not self._knows_holes:
-            return 0  # it goes, or is written anew
+            return 0  # the file was deleted or reused
         for offset, length in gaps:
             start = -(-offset // _BLOCK_BYTES) * _BLOCK_BYTES
             end = (offset + length) // _BLOCK_BYTES * _BLOCK_BYTES
