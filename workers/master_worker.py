@@ -1,8 +1,15 @@
-"""The master: waits for the workers, then train step, publish, report, checkpoint, evaluate, step by step.
+"""Master process of a run: waits for the workers, then runs the step loop.
 
     python -m workers.master_worker --run-dir DIR --run-id ID
 
 Its standard output is the event stream of ``realhf.monitor.events``; the first event is its endpoint.
+
+The step loop: train step, publish, report, checkpoint, evaluate.
+  produces: a new policy version, metrics and checkpoints;
+  waits for: the samples of the step and its calls, the loads of the previous version, and before a checkpoint that
+    coincides with the next evaluation for the evaluation that is still running;
+  unblocked by: the workers; a stop request ends all of these waits, except that a step whose training has begun is
+    finished.
 """
 
 from __future__ import annotations
@@ -44,7 +51,7 @@ from realhf.base.host_resources import LoadOfSteps
 from realhf.base.messages import Call
 from realhf.base.plugin import load_plugin
 from realhf.base.process import settle
-from realhf.dataflow.best_policy import BestPolicy, best_figures
+from realhf.dataflow.best_policy import BestPolicy, best_policy_metrics
 from realhf.dataflow.buffer import EndOfData
 from realhf.dataflow.checkpoint import Checkpoint, CheckpointStore
 from realhf.dataflow.function_executor import FunctionExecutor
@@ -68,25 +75,30 @@ from realhf.view.report import write_report
 from workers.worker_main import add_key_file, keys_in
 
 ACTIVITY_INTERVAL_S = 0.3
+"""Interval in seconds at which the display learns which calls run."""
 PROGRESS_INTERVAL_S = 5.0
+"""Interval in seconds at which the display learns how many episodes of an evaluation are finished."""
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
 class RunStopped(Exception):
-    """The run was asked to end early and has saved what it could."""
+    """The run was stopped on request, after a checkpoint of its last finished step."""
 
 
 class StepAbandoned(Exception):
-    """A step was broken off before its training began; the weights are those before it."""
+    """A step was abandoned before its training began; the weights are unchanged."""
 
 
 class MasterWorker:
-    """One run from the first registration to the summary."""
+    """The master of one run, from the first registration to the summary."""
 
     def __init__(self, plan: RunPlan, run_id: str, events: EventStream, network: Network = LOOPBACK) -> None:
         self._network = network
-        self._plan, self._spec, self._run_id, self._events = plan, plan.spec, run_id, events
+        self._plan = plan
+        self._spec = plan.spec
+        self._run_id = run_id
+        self._events = events
         self._graph = build_graph(
             plan.spec.mfcs, plan.spec.source.keys, plan.spec.log_keys, roles=plan.spec.models.keys()
         )
@@ -95,36 +107,43 @@ class MasterWorker:
             network=network,
             heartbeat_s=plan.rpc.heartbeat_s,
             dead_after_s=plan.rpc.dead_after_s,
-            on_death=lambda name, reason: self._gone(name, reason, left=False),
-            on_join=self._joined,
-            on_left=lambda name, reason: self._gone(name, reason, left=True),
+            on_death=lambda name, reason: self._on_worker_gone(name, reason, left=False),
+            on_join=self._on_worker_joined,
+            on_left=lambda name, reason: self._on_worker_gone(name, reason, left=True),
         )
         self._checkpoints = CheckpointStore.of_run(self._spec.run_dir, keep=plan.exp_ctrl.keep)
-        # The launcher starts successors of these: their death is no reason to wait for them no longer.
+        # Workers that the launcher restarts when they die: the master goes on waiting for them.
         self._replaceable = {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
-        self._trains = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
-        plays = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
-        self._named_calls = calls_of(self._trains, plays)
+        self._train_calls = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
+        generate_calls = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
+        self._named_calls = calls_of(self._train_calls, generate_calls)
         self._roles = Roles(plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s, trusted=plan.network.trusted)
         self._loads = LoadOfSteps()
         self._wall_before = 0.0
+        """Seconds that the run took before this start."""
         self._saved_step = 0
-        self._told_of_workers: StepSource | None = None
+        """Completed steps of the last checkpoint."""
+        self._step_source: StepSource | None = None
+        """The step source once it is open. Workers may join before; it is notified of these then."""
         self._processes: dict[str, tuple[int, int]] = {}
+        """Pid and start time of the process of each worker, by name."""
         self._best = BestPolicy(self._spec.run_dir) if plan.exp_ctrl.keep_best and self._spec.evaluation else None
-        self._keeping: asyncio.Task[None] | None = None
+        self._recording: asyncio.Task[None] | None = None
+        """Records the last evaluation that was played in parallel with training."""
         self._stop = asyncio.Event()
         self._training = False
 
     def request_stop(self) -> None:
-        """Save a checkpoint of the last finished step and end the run, as soon as the call that runs allows it. To be
-        called in the event loop. Where nothing is unsaved, ``stopped`` is reported at once."""
+        """Save a checkpoint of the last finished step and end the run as soon as the running calls allow it.
+
+        Must be called in the event loop. If nothing is unsaved, ``stopped`` is reported at once.
+        """
         self._stop.set()
         if not self._training or self._executor.next_step <= self._saved_step:
             self._report_stopped()
 
     async def run(self) -> None:
-        """Run the experiment to its end. Raises whatever ends it before."""
+        """Run the experiment to its end. Raises the error that ends it early; a requested stop is no error."""
         await self._rpc.start()
         self._events.emit("endpoint", address=self._rpc.endpoint, run_id=self._run_id)
         try:
@@ -138,8 +157,8 @@ class MasterWorker:
         async with contextlib.AsyncExitStack() as stack:
             tracer = stack.enter_context(open_trace(self._spec.run_dir, "master"))
             stack.enter_context(run_folder_needed(self._spec.run_dir))
-            checkpoint = await self._last_checkpoint()  # a run that is refused has changed nothing
-            await self._workers_ready()
+            checkpoint = await self._find_checkpoint()  # first, so that a run that cannot resume changes nothing
+            await self._wait_for_workers()
             self._steps = await self._open_steps(checkpoint)
             stack.push_async_callback(self._steps.close)
             self._executor = self._make_executor()
@@ -163,8 +182,10 @@ class MasterWorker:
     # ---- start
 
     async def _record_launch(self, completed: int) -> None:
-        """Write down the launch, and say from which step on the run has other options. The launcher cannot: it does not
-        read all of the checkpoint that the run goes on from, and an older one may be taken."""
+        """Record the launch and report from which step on the run has changed options.
+
+        The master does this because the launcher cannot know the step: the newest checkpoint may turn out damaged.
+        """
         launch = self._plan.launch
         is_new = await asyncio.to_thread(record_launch, self._spec.run_dir, launch, completed, self._warn)
         if is_new and launch.changed:
@@ -173,7 +194,7 @@ class MasterWorker:
     def _warn(self, text: str) -> None:
         self._events.emit("warning", text=text)
 
-    async def _workers_ready(self) -> None:
+    async def _wait_for_workers(self) -> None:
         services = [service.name for service in self._spec.services]
         names = [*self._roles.workers, *(["env/0"] if self._spec.needs_env else []), *services]
         if self._spec.rollout is not None:
@@ -203,16 +224,18 @@ class MasterWorker:
         )
 
     def _endpoints(self) -> dict[str, list[str]]:
-        """Addresses of every kind of service that registered."""
-        found: dict[str, list[str]] = {}
+        """Return the addresses of the registered services by kind."""
+        addresses: dict[str, list[str]] = {}
         for _, info in sorted(self._rpc.roster.items()):
             for kind, address in info.endpoints.items():
-                found.setdefault(kind, []).append(address)
-        return found
+                addresses.setdefault(kind, []).append(address)
+        return addresses
 
-    async def _last_checkpoint(self) -> Checkpoint | None:
-        """Return the last valid checkpoint, if there is one and it is wanted, and say what a person should know of
-        it. Raises CheckpointError where there is one and it cannot be used."""
+    async def _find_checkpoint(self) -> Checkpoint | None:
+        """Return the last valid checkpoint, or None if there is none or recovery is disabled; emit its warnings.
+
+        Raises CheckpointError for one that cannot be used, RuntimeError if ``recover_mode=resume`` finds none.
+        """
         checkpoint = None
         if self._plan.recover_mode is not RecoverMode.disabled:
             checkpoint = await asyncio.to_thread(self._checkpoints.latest)
@@ -224,7 +247,7 @@ class MasterWorker:
         return checkpoint
 
     async def _open_steps(self, checkpoint: Checkpoint | None) -> StepSource:
-        """Return where samples come from, which from now on hears of every worker, those that are there first."""
+        """Return the step source, after notifying it of the workers that have joined already."""
         source = sources.get(self._spec.source.name)(seed=self._spec.seed, **self._spec.source.args)
         if self._spec.rollout is not None:
             steps: StepSource = await self._open_rollouts(self._spec.rollout, source, checkpoint)
@@ -237,24 +260,24 @@ class MasterWorker:
                 n_seqs=self._graph.n_seqs,
                 timeout_s=self._plan.rpc.control_timeout_s,
             )
-        self._told_of_workers = steps
+        self._step_source = steps
         for info in list(self._rpc.roster.values()):
-            steps.joined(info)
+            steps.worker_joined(info)
         return steps
 
     async def _open_rollouts(
         self, rollout: RolloutSpec, source: DataSource, checkpoint: Checkpoint | None
     ) -> AsyncRollouts:
         plan = RolloutPlan(
-            rollout,
-            self._roles.of(rollout.role),
-            self._graph.n_seqs,
-            self._spec.total_train_steps,
-            checkpoint.step if checkpoint else 0,
-            self._spec.run_dir / "journal",
-            self._run_id,
-            self._plan.rpc.control_timeout_s,
-            self._plan.rpc.call_timeout_s,
+            spec=rollout,
+            trainers=self._roles.of(rollout.role),
+            batch_size=self._graph.n_seqs,
+            total_steps=self._spec.total_train_steps,
+            completed_steps=checkpoint.step if checkpoint else 0,
+            folder=self._spec.run_dir / "journal",
+            run_id=self._run_id,
+            timeout_s=self._plan.rpc.control_timeout_s,
+            load_timeout_s=self._plan.rpc.call_timeout_s,
             archive=rollout.options.keep_journal,
             needs_env=self._spec.needs_env,
             network=self._network,
@@ -262,21 +285,21 @@ class MasterWorker:
         )
         return await AsyncRollouts.open(plan, self._rpc, source, self._warn)
 
-    def _joined(self, info: WorkerInfo) -> None:
+    def _on_worker_joined(self, info: WorkerInfo) -> None:
         self._processes[info.name] = info.pid, info.started
         self._events.emit("joined", name=info.name)
-        if self._told_of_workers is not None:
-            self._told_of_workers.joined(info)
+        if self._step_source is not None:
+            self._step_source.worker_joined(info)
 
-    def _gone(self, name: str, reason: str, *, left: bool) -> None:
-        """A worker is silent, was sent away, or ``left``. The launcher sees to it that its process ends, and starts
-        another."""
+    def _on_worker_gone(self, name: str, reason: str, *, left: bool) -> None:
+        """Handle a worker that is silent, was dismissed, or ``left``. The launcher ends its process and starts
+        another one."""
         pid, started = self._processes[name]
         self._events.emit("lost", name=name, pid=pid, started=started, reason=reason, left=left)
         if name in self._replaceable:
             self._rpc.expect(name)
-        if self._told_of_workers is not None:
-            self._told_of_workers.left(name, reason)
+        if self._step_source is not None:
+            self._step_source.worker_left(name, reason)
 
     # ---- steps
 
@@ -301,16 +324,16 @@ class MasterWorker:
             self._training = True
             await self._train_steps(done, total)
             self._training = False
-            if self._stop.is_set():  # it was asked while the last checkpoint was written
+            if self._stop.is_set():  # the request came while the last checkpoint was written
                 await self._save_and_stop(self._executor.next_step)
-        await self._evaluation_over()
+        await self._wait_for_evaluation()
         await self._evaluate(self._executor.next_step, last=True)
-        await self._evaluation_over()
+        await self._wait_for_evaluation()
         await self._steps.pause()
 
     async def _train_steps(self, done: int, total: int) -> None:
-        owed = False
-        self._loads.figures(self._rpc.loads())  # what was before the first step counts for none
+        checkpoint_due = False
+        self._loads.figures(self._rpc.loads())  # start the measurement: load before the first step is not counted
         for step in range(done, total):
             try:
                 report = await self._execute(step)
@@ -323,22 +346,25 @@ class MasterWorker:
                 await self._roles.gather_weights(self._spec.rollout.role)
             await self._unless_stopped(self._steps.publish(step + 1))
             await self._report(report)
-            owed = owed or (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0
-            # A run that goes on after a checkpoint does not repeat evaluations of the steps before it. Where each lasts
-            # until the next is due, the time between the two is the only one for a checkpoint.
-            if step + 1 == total or (owed and self._evaluation_is_due(step + 1)):
-                await self._unless_stopped(self._evaluation_over())
+            checkpoint_due = checkpoint_due or (step + 1) % self._plan.exp_ctrl.ckpt_freq_steps == 0
+            # A checkpoint waits for the running evaluation, because a resumed run does not repeat evaluations of
+            # earlier steps. If each evaluation lasts until the next one is due, the only time for a checkpoint is
+            # between the two.
+            if step + 1 == total or (checkpoint_due and self._evaluation_is_due(step + 1)):
+                await self._unless_stopped(self._wait_for_evaluation())
             if self._stop.is_set():
                 await self._save_and_stop(step + 1)
-            if step + 1 == total or (owed and not self._evaluating()):
+            if step + 1 == total or (checkpoint_due and not self._is_evaluating()):
                 await self._checkpoint(step + 1)
-                owed = False
+                checkpoint_due = False
             if step + 1 < total:
                 await self._unless_stopped(self._evaluate(step + 1))
 
     async def _execute(self, step: int) -> StepReport:
-        """Run a step. Raises StepAbandoned where the run is to stop and training has not begun; a step whose training
-        has begun is finished first."""
+        """Run a step.
+
+        After a stop request, a step whose training has begun is finished; otherwise this raises StepAbandoned.
+        """
         if self._stop.is_set():
             raise StepAbandoned
         running = asyncio.create_task(self._executor.execute_step(step))
@@ -361,8 +387,10 @@ class MasterWorker:
         return running.result()
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T] | asyncio.Task[T]) -> None:
-        """Wait for ``work``, or until the run is to stop; then a coroutine is cancelled, and a task goes on. Raises
-        what ``work`` raises."""
+        """Wait for ``work`` or for a stop request. On the request a coroutine is cancelled, while a task goes on.
+
+        Raises the error of ``work``.
+        """
         task = work if isinstance(work, asyncio.Task) else asyncio.create_task(work)
         stop = asyncio.create_task(self._stop.wait())
         try:
@@ -375,9 +403,9 @@ class MasterWorker:
                 task.cancel()
 
     async def _save_and_stop(self, completed: int) -> NoReturn:
-        """Save a checkpoint of ``completed`` steps if there is none, and end the run. Raises RunStopped."""
+        """Save a checkpoint of ``completed`` steps if there is none, then raise RunStopped."""
         if completed > self._saved_step:
-            if self._evaluating():
+            if self._is_evaluating():
                 self._events.emit("warning", text="the held-out evaluation in play is cut off and not made again")
             self._log.phase(f"stopping: saving a checkpoint of step {completed}")
             await self._checkpoint(completed)
@@ -390,12 +418,13 @@ class MasterWorker:
         self._events.emit("stopped", text=saved)
 
     async def _data_ended(self, completed: int, end: EndOfData) -> None:
-        """The source has no more: the run is complete with the steps it has. Raises RuntimeError where it has none."""
+        """Complete the run after the last step for which there was data. Raises RuntimeError if there was none."""
         if completed == 0:
             raise RuntimeError(f"there is nothing to train on: {end}")
         total = self._spec.total_train_steps
         self._events.emit("warning", text=f"the data ended after step {completed}, before total_train_steps={total}")
-        await self._unless_stopped(self._evaluation_over())  # as before every checkpoint: it is not made again
+        # As before every checkpoint: a resumed run would not repeat the evaluation.
+        await self._unless_stopped(self._wait_for_evaluation())
         if self._saved_step < completed:
             await self._checkpoint(completed)
 
@@ -411,7 +440,7 @@ class MasterWorker:
             tokens=tokens,
             buffer=report.buffer,
             source=report.source,
-            train_calls=self._trains,
+            train_calls=self._train_calls,
         )
         episodes = [text for stats in report.stats.values() for text in stats.get("episodes", [])]
         metrics |= await self._steps.step_metrics(report)
@@ -425,7 +454,7 @@ class MasterWorker:
                 raise RuntimeError(f"{call.mfc} ended the run at step {step}: {call.stats['stop']}")
 
     async def _show_activity(self) -> None:
-        """Tell the display what runs, when it changes."""
+        """Emit an event for the display whenever the running calls change. Runs until it is cancelled."""
         shown: dict[str, Any] = {}
         while True:
             if sections := await self._steps.live():
@@ -439,7 +468,7 @@ class MasterWorker:
             await asyncio.sleep(ACTIVITY_INTERVAL_S)
 
     async def _show_progress(self, call: str, worker: str) -> None:
-        """Tell the display how many episodes of a call are over."""
+        """Emit the number of finished episodes of a call at intervals. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(PROGRESS_INTERVAL_S)
             progress = await self._ask(worker, PROGRESS, Nothing())
@@ -447,7 +476,7 @@ class MasterWorker:
                 self._events.emit("progress", call=call, over=progress.over, wanted=progress.wanted)
 
     def _evaluation_is_due(self, step: int, *, last: bool = False) -> bool:
-        """Whether there is an evaluation after ``step`` steps, the ``last`` ones perhaps, that was not made yet."""
+        """Return whether an evaluation after ``step`` steps is due. ``last``: the run ends with this step."""
         evaluation = self._spec.evaluation
         if evaluation is None or self._log.evaluations.at(step) is not None:
             return False
@@ -461,25 +490,29 @@ class MasterWorker:
             evaluation = replace(evaluation, args=evaluation.interim_args)
         when = "before training" if step == 0 else f"after step {step}"
         if self._best is not None and self._spec.rollout is not None:
-            # The weights go on changing while it is played.
-            await self._evaluation_over()
+            # Export the policy first: training changes the weights while the evaluation is played.
+            await self._wait_for_evaluation()
             await self._export_to(evaluation.role, self._best.candidate)
         if await self._steps.evaluate(step, evaluation, lambda report: self._deliver(step, evaluation, report)):
             self._log.phase(f"held-out evaluation {when}" + ("" if last else ", beside training"))
             return
         self._log.phase(f"held-out evaluation {when}")
-        await self._evaluated(step, evaluation, await self._evaluation_report(evaluation, step))
+        await self._record_evaluation(step, evaluation, await self._run_evaluation(evaluation, step))
 
     def _deliver(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
-        """Take the report of an evaluation that was played beside training. Raises what went wrong with the one
-        before."""
-        if self._keeping is not None and self._keeping.done():
-            self._keeping.result()
-        self._keeping = asyncio.create_task(self._evaluated(step, evaluation, report))
+        """Start to record the report of an evaluation that was played in parallel with training.
 
-    async def _evaluated(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
-        """Keep the policy if it is the best so far, then record the evaluation: one that is recorded is not repeated
-        by a run that goes on."""
+        Raises the error of the previous recording.
+        """
+        if self._recording is not None and self._recording.done():
+            self._recording.result()
+        self._recording = asyncio.create_task(self._record_evaluation(step, evaluation, report))
+
+    async def _record_evaluation(self, step: int, evaluation: EvaluationSpec, report: Report) -> None:
+        """Keep the policy if it is the best so far, then record the evaluation.
+
+        In this order, because a resumed run does not repeat a recorded evaluation.
+        """
         if not report:
             return
         if self._best is not None:
@@ -488,38 +521,41 @@ class MasterWorker:
         self._log.evaluation(step, report)
 
     async def _keep_if_best(self, best: BestPolicy, step: int, evaluation: EvaluationSpec, report: Report) -> None:
-        figures = best_figures(step, report)
-        if figures is None or not best.is_beaten_by(figures):
+        metrics = best_policy_metrics(step, report)
+        if metrics is None or not best.is_beaten_by(metrics):
             return
         if self._spec.rollout is None:
             await self._export_to(evaluation.role, best.candidate)
-        elif figures["version"] != step:
-            version = figures["version"]
+        elif metrics["version"] != step:
+            version = metrics["version"]
             text = f"the policy of step {step} is not kept as the best: weights of version {version} were evaluated"
             self._events.emit("warning", text=text)
             return
         worker = self._roles.of(evaluation.role)[0]
-        request = KeepExportRequest(str(best.candidate), str(best.folder), json.dumps(figures, indent=1))
+        request = KeepExportRequest(str(best.candidate), str(best.folder), json.dumps(metrics, indent=1))
         await self._ask(worker, KEEP_EXPORT, request)
-        await asyncio.to_thread(best.record, figures)
+        await asyncio.to_thread(best.record, metrics)
         self._log.phase(
-            f"best held-out success so far: {figures['success']:.1%}; the policy is kept in {best.folder.name}"
+            f"best held-out success so far: {metrics['success']:.1%}; the policy is kept in {best.folder.name}"
         )
 
-    async def _evaluation_over(self) -> None:
-        """Wait for the evaluation that is played beside training, and until its policy is kept."""
-        await self._steps.evaluated()
-        if self._keeping is not None:
-            await asyncio.wait([self._keeping])  # a wait that is cancelled leaves it alone
-            self._keeping.result()
-            self._keeping = None
+    async def _wait_for_evaluation(self) -> None:
+        """Wait until the evaluation in parallel with training has finished and is recorded."""
+        await self._steps.wait_for_evaluation()
+        if self._recording is not None:
+            await asyncio.wait([self._recording])  # unlike an await of the task, a cancelled wait does not cancel it
+            self._recording.result()
+            self._recording = None
 
-    def _evaluating(self) -> bool:
-        """Return whether an evaluation beside training is played, or over and not recorded yet."""
-        return self._steps.evaluating or (self._keeping is not None and not self._keeping.done())
+    def _is_evaluating(self) -> bool:
+        """Return whether an evaluation in parallel with training is being played or recorded."""
+        return self._steps.evaluating or (self._recording is not None and not self._recording.done())
 
-    async def _evaluation_report(self, evaluation: EvaluationSpec, step: int) -> dict[str, Any]:
-        """The same seed every time: before and after are compared on the same instances."""
+    async def _run_evaluation(self, evaluation: EvaluationSpec, step: int) -> dict[str, Any]:
+        """Run an evaluation on the trainer and return its report.
+
+        The seed is that of the run at every step, so that policies are compared on the same instances.
+        """
         if self._spec.needs_env and self._replaceable:
             await self._rpc.wait_for(["env/0"], self._plan.rpc.connect_timeout_s)
         worker = self._roles.of(evaluation.role)[0]
@@ -538,7 +574,7 @@ class MasterWorker:
             return (await self._ask(worker, EVALUATE, request, step=step)).stats
         finally:
             watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)  # a line that is missing is no reason to end
+            await asyncio.gather(watcher, return_exceptions=True)  # progress is only for display: ignore its errors
 
     # ---- saving
 
@@ -567,8 +603,8 @@ class MasterWorker:
     async def _restore(self, checkpoint: Checkpoint) -> None:
         self._events.emit("phase", text=f"restoring the checkpoint of step {checkpoint.step}")
         trained = {mfc.model_role for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP}
-        whole = {role for role in trained if (model := self._spec.models.get(role)) and model.lora is None}
-        check_same_models(checkpoint.state["model_paths"], self._model_paths(), restored=whole)
+        fully_trained = {role for role in trained if (model := self._spec.models.get(role)) and model.lora is None}
+        check_same_models(checkpoint.state["model_paths"], self._model_paths(), restored=fully_trained)
         await self._roles.restore(checkpoint.folder)
         self._executor.load_state_dict(checkpoint.state["executor"])
         self._wall_before = float(checkpoint.state["wall_seconds"])
@@ -577,7 +613,7 @@ class MasterWorker:
         return {role: model.path for role, model in self._spec.models.items()}
 
     async def _export(self) -> None:
-        """The policy in Hugging Face format: ``policy`` in the run folder, or the artifact others wait for."""
+        """Export the policy in Hugging Face format: to ``policy`` in the run folder, or to the run's artifact."""
         role = self._spec.export_role
         if role is None:
             return
@@ -595,12 +631,12 @@ class MasterWorker:
         summary = await asyncio.to_thread(
             self._log.finish,
             wall_seconds=self._wall_seconds(),
-            train_calls=self._trains,
-            best=self._best and self._best.figures,
+            train_calls=self._train_calls,
+            best=self._best and self._best.metrics,
         )
         try:
             await asyncio.to_thread(write_report, self._spec.run_dir)
-        except OSError as error:  # the run is over and saved: a full disk must not make it fail
+        except OSError as error:  # the run is finished and saved, so a full disk must not make it fail
             self._events.emit("warning", text=f"no report: {error}")
         self._events.emit("done", summary=summary)
 
@@ -611,8 +647,11 @@ class MasterWorker:
 def check_same_models(
     saved: Mapping[str, str], current: Mapping[str, str], restored: Collection[str] = frozenset()
 ) -> None:
-    """A checkpoint holds no frozen weights, so they must come from where they came from, by whatever name; all weights
-    of the roles ``restored`` are in it. Raises RuntimeError."""
+    """Raise RuntimeError unless each role's weights come from the same folder as when the checkpoint was saved.
+
+    A checkpoint holds no frozen weights. ``saved`` and ``current`` map roles to paths; two paths may name the same
+    folder. The roles in ``restored`` are exempt, because the checkpoint holds all their weights.
+    """
     for role in sorted({*saved, *current} - {role for role in restored if role in saved and role in current}):
         if not _same_weights(saved.get(role), current.get(role)):
             raise RuntimeError(
@@ -624,7 +663,7 @@ def check_same_models(
 def _same_weights(saved: str | None, current: str | None) -> bool:
     if saved is None or current is None:
         return saved == current
-    # A warm start is named after what it was made from, so its folder may have moved.
+    # The name of a warm-start policy is a digest of its inputs, so the folder may have moved.
     if re.fullmatch(r"policy-[0-9a-f]{16}", name := Path(saved).name) and name == Path(current).name:
         return True
     with contextlib.suppress(OSError):

@@ -65,7 +65,7 @@ class FunctionExecutor:
             seed=seed,
             endpoints=endpoints or {},
             numbers=numbers or itertools.count(1),
-            more=self.loader.more,
+            load_more=self.loader.load_more,
             dropped=self._on_dropped,
         )
         self.calls = {
@@ -150,7 +150,7 @@ class FunctionExecutor:
         occupancy = {**self.buffer.stats(), "peak_resident": self._peak_resident}
         calls = [report for task in tasks.values() for report in task.result()]
         report = step_report(step, time.monotonic() - began, calls, results, occupancy, self._results.stats())
-        self.loader.finished(step)
+        self.loader.step_finished(step)
         return report
 
     async def _run_mfc(

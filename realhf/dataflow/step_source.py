@@ -1,10 +1,9 @@
-"""Delivers the samples of the training steps: one base class for synchronous and asynchronous runs, and the loader that
-draws them.
+"""Sources of the samples of training steps: the interface of synchronous and asynchronous runs, and the loaders.
 
 The samples of step k + 1 are drawn only after the results of step k were recorded. So the source sees the results of
 every earlier step before each draw, always in the same order, and a run is a function of its seed.
 
-The master's step loop is the same for both: train step, publish, report, checkpoint, evaluate.
+The master's step loop is the same for both kinds of run: train step, publish, report, checkpoint, evaluate.
 """
 
 from __future__ import annotations
@@ -29,44 +28,53 @@ from realhf.transport.rpc_master import RpcMaster
 
 
 class StepLoader:
-    """Fills the buffer step after step, one step at a time."""
+    """Base class of the loaders, which fill the buffer one step at a time.
+
+    ``run``
+      produces: step batches in the buffer;
+      waits for: the results of the previous step, then the samples;
+      unblocked by: ``step_finished``, and what the samples come from.
+    """
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore()
+        """Permit to load one step; ``step_finished`` returns it."""
 
     @property
     def activity(self) -> str:
-        """In words what it does or waits for, for the report about a run that stands still."""
+        """A phrase that says what the loader does or waits for, for stall reports."""
         raise NotImplementedError
 
     @property
     def busy(self) -> bool:
-        """Whether it waits for what has a deadline of its own and will therefore end."""
+        """Whether it waits for work with a deadline of its own, so that the wait is no stall."""
         raise NotImplementedError
 
     async def run(self, first_step: int) -> None:
-        """For the whole run; closes the buffer's input when there is no more."""
+        """Load steps until there are no more samples, then close the buffer's input."""
         raise NotImplementedError
 
-    async def more(self, step: int, n: int) -> SequenceSample | None:
-        """Return up to ``n`` further samples of a step that is loaded, which take the place of others; None where there
-        are none. They are in no step batch yet."""
+    async def load_more(self, step: int, n: int) -> SequenceSample | None:
+        """Return up to ``n`` further samples of a loaded step as replacements; None if there are none.
+
+        They are in no step batch yet.
+        """
         return None
 
-    def finished(self, step: int) -> None:
-        """The results of ``step`` are recorded: one more step may be loaded."""
+    def step_finished(self, step: int) -> None:
+        """Allow one more step to be loaded: the results of ``step`` are recorded."""
         self._free.release()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to hold."""
+        """Return the loader's state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what a checkpoint held."""
+        """Restore the state from a checkpoint."""
 
 
-class Loader(StepLoader):
-    """Loads ``n_seqs`` samples per step, for the whole run, into step batches numbered by step."""
+class SourceLoader(StepLoader):
+    """Loader that draws ``n_seqs`` samples per step from a data source and stores their ``keys`` on ``worker``."""
 
     def __init__(
         self,
@@ -81,23 +89,31 @@ class Loader(StepLoader):
         timeout_s: float,
     ) -> None:
         super().__init__()
-        self._source, self._buffer, self._storage, self._caller = source, buffer, storage, caller
-        self._worker, self._keys, self._n_seqs = worker, tuple(keys), n_seqs
+        self._source = source
+        self._buffer = buffer
+        self._storage = storage
+        self._caller = caller
+        self._worker = worker
+        self._keys = tuple(keys)
+        self._n_seqs = n_seqs
         self._timeout_s = timeout_s
         self._drawn: dict[int, list[SourceItem]] = {}
+        """Items of the steps that are drawn and not finished, by step."""
         self._restored: dict[int, list[SourceItem]] = {}
-        self._before_more: dict[str, Any] | None = None
-        """State of the source before the first draw of ``more`` in the open step; None when there was none."""
-        self._activity, self._busy = "idle", False
+        """Such items from a checkpoint, to be loaded again."""
+        self._state_before_more: dict[str, Any] | None = None
+        """State of the source before the first ``load_more`` of the open step; None if there was none."""
+        self._activity = "idle"
+        self._busy = False
 
     @property
     def activity(self) -> str:
-        """In words what it does or waits for."""
+        """A phrase that says what the loader does or waits for."""
         return self._activity
 
     @property
     def busy(self) -> bool:
-        """Whether a worker stores a step's samples."""
+        """Whether the worker is storing a step's samples."""
         return self._busy
 
     async def run(self, first_step: int) -> None:
@@ -110,34 +126,38 @@ class Loader(StepLoader):
             if items:
                 self._drawn[step] = items
                 self._activity = f"loads step {step} on {self._worker}"
-                await self._buffer.put_batch(await self._stored(items, step), step_batch=step)
+                await self._buffer.put_batch(await self._store(items, step), step_batch=step)
             if len(items) < self._n_seqs:
                 self._activity = "source exhausted"
                 self._buffer.close_input("the data source is exhausted")
                 return
             step += 1
 
-    def finished(self, step: int) -> None:
-        """The results of ``step`` are recorded: one more step may be drawn."""
+    def step_finished(self, step: int) -> None:
+        """Allow one more step to be drawn: the results of ``step`` are recorded."""
         self._drawn.pop(step, None)
-        self._before_more = None
-        super().finished(step)
+        self._state_before_more = None
+        super().step_finished(step)
 
-    async def more(self, step: int, n: int) -> SequenceSample | None:
-        """Draw further samples of a step. A checkpoint that falls between them and the end of the step holds the source
-        as it was before them: a run that goes on plays the step from its beginning, and draws them again."""
-        if self._before_more is None:
-            self._before_more = self._source.state_dict()
+    async def load_more(self, step: int, n: int) -> SequenceSample | None:
+        """Draw up to ``n`` further samples of a step and store them; None if the source has none.
+
+        A checkpoint before the end of the step holds the source's state from before these draws: the resumed run plays
+        the step from its beginning and draws them again.
+        """
+        if self._state_before_more is None:
+            self._state_before_more = self._source.state_dict()
         items = self._source.next_batch(n)
-        return await self._stored(items, step) if items else None
+        return await self._store(items, step) if items else None
 
-    async def _stored(self, items: Sequence[SourceItem], step: int) -> SequenceSample:
-        given = [key for key in self._keys if key in items[0].values]
-        lacking = next((item for item in items if not item.values.keys() >= set(given)), None)
-        if lacking is not None:
-            key = min(set(given) - lacking.values.keys())
-            raise ValueError(f"the source gave sample {lacking.id!r} without key {key!r}")
-        values = {key: [[int(value) for value in item.values[key]] for item in items] for key in given}
+    async def _store(self, items: Sequence[SourceItem], step: int) -> SequenceSample:
+        """Store the values of items on the worker and return their metadata. Raises ValueError for a missing key."""
+        source_keys = [key for key in self._keys if key in items[0].values]
+        incomplete = next((item for item in items if not item.values.keys() >= set(source_keys)), None)
+        if incomplete is not None:
+            key = min(set(source_keys) - incomplete.values.keys())
+            raise ValueError(f"the source gave sample {incomplete.id!r} without key {key!r}")
+        values = {key: [[int(value) for value in item.values[key]] for item in items] for key in source_keys}
         metadata = {
             name: [item.metadata[name] for item in items]
             for name in items[0].metadata
@@ -147,13 +167,13 @@ class Loader(StepLoader):
         meta = SequenceSample(
             ids,
             {key: [[len(value)] for value in column] for key, column in values.items()},
-            dict.fromkeys(given, "i64"),
-            dict.fromkeys(given, ()),
+            dict.fromkeys(source_keys, "i64"),
+            dict.fromkeys(source_keys, ()),
             None,
             metadata,
         )
         if self._keys:
-            # Before the call: what an interrupted call may have stored is cleared with the rest.
+            # Recorded before the call, so that tensors of an interrupted call are cleared as well.
             self._storage.record(ids, self._keys, self._worker)
             request = LoadRequest(ids, values, metadata)
             self._busy = True
@@ -161,12 +181,16 @@ class Loader(StepLoader):
                 answer = await ask(self._caller, self._worker, LOAD, request, timeout_s=self._timeout_s, step=step)
             finally:
                 self._busy = False
-            if len(given) < len(self._keys):
-                meta = meta.update(self._of_dataset(answer, items[0]).select(set(self._keys) - set(given)))
+            if len(source_keys) < len(self._keys):
+                from_dataset = self._dataset_meta(answer, items[0])
+                meta = meta.update(from_dataset.select(set(self._keys) - set(source_keys)))
         return meta
 
-    def _of_dataset(self, answer: LoadAnswer, item: SourceItem) -> SequenceSample:
-        """What the worker's dataset stored for keys that the source left out."""
+    def _dataset_meta(self, answer: LoadAnswer, item: SourceItem) -> SequenceSample:
+        """Return the metadata of the keys that the worker's dataset stored because the source does not give them.
+
+        Raises ValueError for a key that neither gives.
+        """
         meta = decode_sample(answer.meta) if answer.meta else None
         missing = set(self._keys) - set(item.values) - (meta.keys if meta else frozenset())
         if meta is None or missing:
@@ -175,104 +199,112 @@ class Loader(StepLoader):
         return meta
 
     def state_dict(self) -> dict[str, Any]:
-        """Source state, and the samples that were drawn but not finished: they are loaded again."""
+        """Return the source's state and the items that are drawn and not finished, which are loaded again."""
         pending = {
             str(step): [item.to_map() for item in items]
             for step, items in sorted({**self._restored, **self._drawn}.items())
         }
-        source = self._source.state_dict() if self._before_more is None else self._before_more
+        source = self._source.state_dict() if self._state_before_more is None else self._state_before_more
         return {"source": source, "pending": pending}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before ``run``."""
+        """Restore what ``state_dict`` returned; to be called before ``run``."""
         self._source.load_state_dict(state["source"])
         self._restored = {int(step): [SourceItem(**item) for item in items] for step, items in state["pending"].items()}
 
 
 class StepSource:
-    """Delivers the samples of every step. What is not overridden does nothing: there is nothing to publish, to pause or
-    to report, and the trainer has the only engine."""
+    """Interface to the master of what makes the samples of the steps.
+
+    The defaults are those of a synchronous run: the trainer has the only engine, so there is nothing to publish, to
+    pause or to report.
+    """
 
     @property
     def results(self) -> ResultSink:
-        """Where the results of trained samples go."""
+        """The sink for the results of trained samples."""
         raise NotImplementedError
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StepLoader:
-        """Return what fills the executor's buffer."""
+        """Return the loader that fills the executor's buffer."""
         raise NotImplementedError
 
-    def joined(self, info: WorkerInfo) -> None:
-        """Take note of a worker that has registered."""
+    def worker_joined(self, info: WorkerInfo) -> None:
+        """Handle the registration of a worker."""
 
-    def left(self, name: str, reason: str) -> None:
-        """Take note of a worker that is gone."""
+    def worker_left(self, name: str, reason: str) -> None:
+        """Handle the death or departure of a worker."""
 
     async def start(self) -> None:
-        """Begin to make samples, before the first step."""
+        """Start to make samples, before the first step."""
 
     async def publish(self, completed_steps: int) -> None:
-        """Hand the policy of this version to whoever samples with it."""
+        """Publish the policy after ``completed_steps`` to the workers that sample with it."""
 
     async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Callable[[Report], None]) -> bool:
-        """Begin a held-out evaluation with the weights of now, after ``step`` steps, and go on; ``deliver`` is called
-        with its report. Returns False when the trainer has to make it itself."""
+        """Start a held-out evaluation with the current weights, after ``step`` steps, in parallel with training.
+
+        ``deliver(report)`` is called at its end. Returns False if the trainer has to run the evaluation itself.
+        """
         return False
 
     @property
     def evaluating(self) -> bool:
-        """Whether an evaluation is in play beside training."""
+        """Whether an evaluation is being played in parallel with training."""
         return False
 
-    async def evaluated(self) -> None:
-        """Wait for the evaluation in play, if there is one."""
+    async def wait_for_evaluation(self) -> None:
+        """Wait until no evaluation is being played."""
 
     async def pause(self) -> None:
-        """Let what is being made come to its end; the end of the run follows."""
+        """Finish the samples in play and make no more, at the end of the run."""
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
-        """Return what is to be logged about the making of a step's samples."""
+        """Return the metrics about the making of a step's samples."""
         return {}
 
     def episodes(self, report: StepReport) -> list[str]:
-        """Return transcripts that travelled with the samples of a step."""
+        """Return the transcripts that the samples of a step carry."""
         return []
 
     async def live(self) -> Mapping[str, Mapping[str, float]]:
-        """Return what the display shows between steps: {section: {name: value}}, {} for nothing."""
+        """Return the metrics that the display shows between steps: {section: {name: value}}; {} for none."""
         return {}
 
     async def before_checkpoint(self) -> None:
-        """Write down what the checkpoint will cover."""
+        """Make durable what the checkpoint will refer to."""
 
     async def save(self, completed_steps: int, folder: Path) -> None:
-        """Write into the folder of a checkpoint what a run has to know that goes on from it. Raises OSError."""
+        """Write the state that a resumed run needs into the folder of a checkpoint. Raises OSError."""
 
     async def checkpointed(self, completed_steps: int, folder: str) -> None:
-        """Take note that a checkpoint is valid."""
+        """Handle that a checkpoint has become valid."""
 
     def end(self) -> None:
-        """Take note that the run has come to its end."""
+        """Record that the run has ended."""
 
     async def close(self) -> None:
-        """Release everything, in whatever state it is."""
+        """Release everything, in any state."""
 
 
 class SynchronousSteps(StepSource):
-    """Draws the samples from a data source, step by step; the calls of the graph do the rest. ``worker`` stores the
-    values of ``keys``."""
+    """Step source of a synchronous run, which draws samples from a data source; the calls of the graph do the rest.
+
+    ``worker`` stores the values of ``keys``; a step has ``n_seqs`` samples.
+    """
 
     def __init__(
         self, source: DataSource, caller: RpcMaster, *, worker: str, keys: Sequence[str], n_seqs: int, timeout_s: float
     ) -> None:
-        self._source, self._caller = source, caller
-        self._loading: dict[str, Any] = {"worker": worker, "keys": keys, "n_seqs": n_seqs, "timeout_s": timeout_s}
+        self._source = source
+        self._caller = caller
+        self._loader_args: dict[str, Any] = {"worker": worker, "keys": keys, "n_seqs": n_seqs, "timeout_s": timeout_s}
 
     @property
     def results(self) -> ResultSink:
-        """Return the data source, which learns from the results."""
+        """The data source itself, which may choose further samples by the results."""
         return self._source
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StepLoader:
         """Return a loader that draws from the source."""
-        return Loader(self._source, buffer, storage, self._caller, **self._loading)
+        return SourceLoader(self._source, buffer, storage, self._caller, **self._loader_args)

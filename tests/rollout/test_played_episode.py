@@ -18,7 +18,7 @@ from realhf.api.model import MEANS_OVER, GenOutput, GenRequest
 from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.api.source import GroupSignal, SampleResult
 from realhf.dataflow.model_function_call import merge_stats
-from realhf.dataflow.rollouts.metrics import rollout_figures
+from realhf.dataflow.rollouts.metrics import rollout_metrics
 from realhf.env.loader.tasks import SeedTaskSet
 from realhf.monitor.metrics import evaluation_metrics, public_names
 from realhf.monitor.run_files import append_episodes
@@ -301,7 +301,7 @@ async def test_episodes_that_the_limit_of_turns_ended_are_counted() -> None:
     note = json.dumps(PlayedGroup(outcomes).statistics())
     earlier = json.dumps({name: value for name, value in json.loads(note).items() if name != "out_of_turns"})
     results = [SampleResult(name, metadata={"rollout": text}) for name, text in (("a", note), ("b", earlier))]
-    assert rollout_figures(results)["out_of_turns"] == 2 / 3
+    assert rollout_metrics(results)["out_of_turns"] == 2 / 3
     for own in ("actor_gen/out_of_turns", "rollout/out_of_turns"):
         assert public_names({own: 0.5}) == {"length/out_of_turns": 0.5}
 

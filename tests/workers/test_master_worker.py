@@ -67,7 +67,7 @@ async def test_a_worker_that_dies_while_models_load_and_is_started_again_does_no
     await rpc.start()
     workers = {each: start.join(each) for each in ("model_worker/0", "generation/0", "rollout_worker/0", "env/0")}
     await rpc.wait_for(workers, 60)
-    ready = asyncio.create_task(start.master._workers_ready())
+    ready = asyncio.create_task(start.master._wait_for_workers())
     assert await asyncio.to_thread(start.loading.wait, 60)
     rpc.fail_worker(name, "killed by SIGKILL")
     workers[name].stop()
@@ -87,7 +87,7 @@ async def test_a_model_worker_that_dies_while_models_load_ends_the_start(tmp_pat
     rpc = start.master._rpc
     await rpc.start()
     worker = start.join("model_worker/0")
-    ready = asyncio.create_task(start.master._workers_ready())
+    ready = asyncio.create_task(start.master._wait_for_workers())
     assert await asyncio.to_thread(start.loading.wait, 60)
     rpc.fail_worker("model_worker/0", "killed by SIGKILL")
     with pytest.raises(WorkerDied, match=r"model_worker/0.*killed by SIGKILL"):
@@ -197,7 +197,7 @@ async def test_a_stop_before_a_checkpoint_is_restored_says_that_it_is_there(tmp_
     master = Asked(tmp_path)
     store = CheckpointStore.of_run(master._spec.run_dir)
     store.commit(7, store.begin(7), {})
-    await master._last_checkpoint()
+    await master._find_checkpoint()
     master.request_stop()
     assert "a checkpoint of step 7 is saved" in master.said.getvalue()
     await master._log.leave(None, None, None)

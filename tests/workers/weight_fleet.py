@@ -86,9 +86,9 @@ class Fleet:
 
     async def start(self):
         for name in self.engines:
-            self.updates.joined(name)
+            self.updates.worker_joined(name)
         await self.updates.publish(0)
-        await self.updates.loaded()
+        await self.updates.wait_for_all()
 
     async def prove(self):
         return await SelfTest(self, self.updates, timeout_s=60.0, warn=self.warned.append).run()
@@ -98,7 +98,7 @@ class Fleet:
             for parameter in self.trainer._host._engine.model.parameters():  # pyright: ignore
                 parameter.mul_(1.01)
         await self.updates.publish(version)
-        await self.updates.loaded()
+        await self.updates.wait_for_all()
 
     def close(self):
         for engine in self.engines.values():

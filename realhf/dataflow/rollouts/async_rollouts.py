@@ -1,4 +1,4 @@
-"""Does everything that the master of a run has to do about asynchronous rollouts, from their plan to their end."""
+"""Asynchronous rollouts of the master: start-up, recovery, weight versions, evaluation, metrics and shutdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from realhf.dataflow.journal.ledger import Recovery, RolloutLedger
 from realhf.dataflow.model_function_call import StepReport
 from realhf.dataflow.rollouts.control import RolloutControl, RolloutRules, RolloutService, RolloutsFailed
 from realhf.dataflow.rollouts.held_out import Deliver, HeldOutEvaluations
-from realhf.dataflow.rollouts.metrics import GenerationFigures, episode_texts, rollout_figures
+from realhf.dataflow.rollouts.metrics import GenerationMetrics, episode_texts, rollout_metrics
+from realhf.dataflow.rollouts.rollout_state import EvaluationQueue, SampleLocations
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.dataflow.rollouts.stream_loader import Receivers, StreamLoader
@@ -40,38 +41,48 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """``trainers``: the model workers that train the role and hold its samples, in the order of ranks; ``batch_size``
-    samples per step; ``seconds``: deadline of a control call; ``load_s``: of loading weights; ``needs_env``: episodes
-    are played on a service; ``network``: where the master listens."""
+    """Settings of the asynchronous rollouts of a run, and where they start."""
 
     spec: RolloutSpec
+    """What the experiment says about rollouts."""
     trainers: Sequence[str]
+    """Model workers that train the role and store its samples, in the order of ranks."""
     batch_size: int
+    """Samples per training step."""
     total_steps: int
+    """Training steps of the run in all."""
     completed_steps: int
+    """Training steps that the run resumes after; 0 for a new run."""
     folder: Path
+    """Folder of the journal."""
     run_id: str
-    seconds: float
-    load_s: float
+    """Id of the run, which every peer must present."""
+    timeout_s: float
+    """Timeout of a control call, in seconds."""
+    load_timeout_s: float
+    """Timeout of a call that loads weights or samples, in seconds."""
     archive: bool = False
+    """Whether old segments of the journal are kept."""
     needs_env: bool = True
+    """Whether episodes are played on an environment service."""
     network: Network = LOOPBACK
+    """Network that the master listens on."""
     checkpoint: Path | None = None
-    """The folder of the checkpoint that the run goes on from."""
+    """Folder of the checkpoint that the run resumes from."""
 
     @property
     def trainer(self) -> str:
-        """The first of the trainers, which does what one does for all."""
+        """The first trainer, which publishes the weights."""
         return self.trainers[0]
 
     @property
     def group_size(self) -> int:
-        """Episodes that are played for one sample."""
+        """Episodes of one sample."""
         return self.spec.episodes.group_size
 
     @property
     def max_concurrent(self) -> int:
-        """Samples admitted and not yet accepted: in play, or on their way to the trainer."""
+        """Largest number of samples that are admitted and not yet accepted: in play, or in flight to the trainer."""
         return self.spec.options.max_concurrent_rollouts or self.players + self.credits
 
     @property
@@ -81,16 +92,16 @@ class RolloutPlan:
 
     @property
     def credits(self) -> int:
-        """Samples of one rollout worker that may be on their way."""
+        """Finished samples of one rollout worker that may be in flight to the trainer."""
         return max(8, 2 * self.batch_size)
 
     @property
     def drops_stale(self) -> bool:
-        """Whether stale samples are dropped, not waited for."""
+        """Whether stale samples are dropped; otherwise a step waits for stragglers before they become stale."""
         return self.spec.options.staleness_policy == "drop"
 
-    def rules(self) -> RolloutRules:
-        """Return what ends a sample, or the run."""
+    def build_rules(self) -> RolloutRules:
+        """Return the limits for samples and for the run."""
         options = self.spec.options
         return RolloutRules(
             self.total_steps * self.batch_size,
@@ -103,8 +114,8 @@ class RolloutPlan:
             signal=self.spec.calls[0].signal,
         )
 
-    def staleness(self) -> StalenessManager:
-        """Return the counters of admission, after the steps that are complete."""
+    def build_staleness(self) -> StalenessManager:
+        """Return the counters of admission as they are after ``completed_steps``."""
         consumed = self.completed_steps * self.batch_size
         return StalenessManager(
             batch_size=self.batch_size,
@@ -117,17 +128,26 @@ class RolloutPlan:
 
 
 _log = logging.getLogger(__name__)
-ROLLOUT, GENERATION, TRAINER = "rollout_worker", "generation", "model_worker"
+# Kinds of workers, as in the names "rollout_worker/0", "generation/0" and "model_worker/0".
+ROLLOUT = "rollout_worker"
+GENERATION = "generation"
+TRAINER = "model_worker"
 JOURNAL_FILE = "journal.snapshot"
-"""The file of a checkpoint that holds what its journal held."""
+"""File of a checkpoint with the state of the journal at its step."""
 STOP_TIMEOUT_S = 120.0
+"""Time in seconds beyond the rollout deadline that workers have to stop at the end of the run."""
 WATCH_S = 2.0
-ROUNDS = 4
-"""A share of an evaluation may take as long as so many samples, one after the other."""
+"""Interval in seconds at which expired leases and the receivers are checked."""
+SHARE_DEADLINE_FACTOR = 4
+"""Deadline of a share of an evaluation, in rollout deadlines: a player plays several episodes of it in sequence."""
 
 
 class AsyncRollouts(StepSource):
-    """The samples of an asynchronous run. Make it with ``open``, before the executor."""
+    """Step source of an asynchronous run. Create it with ``open``, before the executor.
+
+    The parts are created in the order of their dependencies: the shared state (sample locations, evaluation queue)
+    first, then the control, then weight updates and held-out evaluations, which call the control.
+    """
 
     def __init__(
         self,
@@ -138,50 +158,62 @@ class AsyncRollouts(StepSource):
         warn: Callable[[str], None] = _log.warning,
     ) -> None:
         options = plan.spec.options
-        self._plan, self._caller, self._ledger, self._warn = plan, caller, ledger, warn
-        self._queue, self._staleness = SampleQueue(source, plan.batch_size), plan.staleness()
+        self._plan = plan
+        self._caller = caller
+        self._ledger = ledger
+        self._warn = warn
+        self._rollout_workers: dict[str, str] = {}
+        """Incarnation (name and pid) of each registered rollout worker, by name."""
+        self._env: dict[str, str] = {}
+        """URL of each environment service, by name of its worker."""
+        self._playing = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._queue = SampleQueue(source, plan.batch_size)
+        self._staleness = plan.build_staleness()
         self._record = WeightRecord(plan.folder.parent, warn, completed_steps=plan.completed_steps)
-        self._weights = WeightUpdates(
-            caller,
-            plan.trainer,
-            plan.spec.role,
-            on_version=lambda version: self.control.set_version(version),
-            on_failed=self._not_loaded,
-            on_wrong=lambda error: self.control.fail(error),
-            record=self._record,
-            timeout_s=plan.load_s,
-        )
-        self._held_out = HeldOutEvaluations(
-            caller,
-            self._weights,
-            players=plan.players,
-            deadline_s=ROUNDS * options.rollout_deadline_s,
-            timeout_s=plan.load_s,
-            wake=lambda: self.control.wake(),
-            warn=warn,
-            fail=lambda error: self.control.fail(error),
-        )
+        self._receivers = Receivers(caller, plan.trainers, plan.timeout_s)
+        self._streams: list[str] = []
+        """Endpoints of the receivers."""
+        self._locations = SampleLocations()
+        evaluations = EvaluationQueue(plan.players // 2)
         self.control = RolloutControl(
             self._queue,
             ledger,
             self._staleness,
             StragglerGate(plan.batch_size, options.max_head_offpolicyness, wait=not plan.drops_stale),
-            plan.rules(),
+            plan.build_rules(),
             discard=self._discard,
             warn=warn,
-            board=self._held_out.board,
+            locations=self._locations,
+            evaluations=evaluations,
+        )
+        self._weights = WeightUpdates(
+            caller,
+            plan.trainer,
+            plan.spec.role,
+            on_version=self.control.set_version,
+            on_failed=self._on_load_failed,
+            on_wrong=self.control.fail,
+            record=self._record,
+            timeout_s=plan.load_timeout_s,
+        )
+        self._held_out = HeldOutEvaluations(
+            caller,
+            self._weights,
+            evaluations,
+            players=plan.players,
+            deadline_s=SHARE_DEADLINE_FACTOR * options.rollout_deadline_s,
+            timeout_s=plan.load_timeout_s,
+            wake=self.control.wake,
+            warn=warn,
+            fail=self.control.fail,
         )
         self._service = RolloutService(self.control, plan.run_id, plan.network)
-        self._rollout_workers: dict[str, str] = {}
-        self._env: dict[str, str] = {}
-        self._playing = False
-        self._receivers = Receivers(caller, plan.trainers, plan.seconds)
-        self._streams: list[str] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._step_figures, self._live_figures = (
-            GenerationFigures(caller, self._weights, plan.seconds) for _ in ("each step", "each look")
-        )
+        # Rates are measured since the previous read, so each reader with a pace of its own needs an instance.
+        self._step_metrics = GenerationMetrics(caller, self._weights, plan.timeout_s)
+        self._live_metrics = GenerationMetrics(caller, self._weights, plan.timeout_s)
         self._totals: defaultdict[str, float] = defaultdict(float)
+        """Failures and retries since the start of this process, by ``failures/<kind>`` and ``retries/<kind>``."""
 
     @classmethod
     async def open(
@@ -191,8 +223,11 @@ class AsyncRollouts(StepSource):
         source: DataSource,
         warn: Callable[[str], None] = _log.warning,
     ) -> AsyncRollouts:
-        """Go on from the journal in ``plan.folder``, if there is one. ``warn`` is told what a person has to know.
-        Raises JournalError, also where the journal and the checkpoint are of different histories, and RpcError."""
+        """Open the rollouts and resume from the journal in ``plan.folder``, if there is one.
+
+        ``warn(text)`` is called with warnings for the user. Raises JournalError, also if the journal and the checkpoint
+        are from different histories, and RpcError.
+        """
         ledger, recovery = RolloutLedger.open(
             plan.folder,
             completed_steps=plan.completed_steps,
@@ -207,7 +242,7 @@ class AsyncRollouts(StepSource):
             if recovery is not None:
                 await rollouts._recover(recovery)
         except BaseException:
-            await rollouts.close()  # a socket that is left open holds up the end of the process
+            await rollouts.close()  # an open socket would delay the exit of the process
             raise
         return rollouts
 
@@ -223,8 +258,10 @@ class AsyncRollouts(StepSource):
         self._streams = await self._receivers.open(request)
 
     async def _recover(self, recovery: Recovery) -> None:
+        """Restore the state of the journal: read arrived samples back, requeue those that were in play, and repeat
+        steps after the checkpoint with the same samples. Samples whose payload cannot be read are dropped."""
         items = [(admit.id, accept.attempt, accept.ref) for admit, accept in recovery.accepted]
-        arrivals = await self._receivers.restore(items, self.control.holders, self._plan.load_s)
+        arrivals = await self._receivers.restore(items, self._locations, self._plan.load_timeout_s)
         staged: dict[str, tuple[Admit, SequenceSample]] = {}
         lost: list[Drop] = []
         for (admit, _), arrival in zip(recovery.accepted, arrivals, strict=True):
@@ -242,7 +279,7 @@ class AsyncRollouts(StepSource):
         replay = {}
         for step, ids in recovery.replay:
             if not staged.keys() >= set(ids):
-                break
+                break  # a step without one of its samples cannot be repeated, nor can those after it
             replay[step] = ids
         admitted = [*(admit.id for admit, _ in recovery.accepted), *(admit.id for admit in recovery.requeue)]
         if recovery.draw is not None:
@@ -271,27 +308,27 @@ class AsyncRollouts(StepSource):
 
     @property
     def results(self) -> ResultSink:
-        """Return the control of the rollouts, which writes down what was trained and tells the data source."""
+        """The control of the rollouts, which journals what was trained and passes it to the data source."""
         return self.control
 
     def loader(self, buffer: AsyncIOSequenceBuffer, storage: StorageMap) -> StreamLoader:
-        """Fills the executor's buffer."""
+        """Return the loader that fills the executor's buffer from the stream."""
         keys = buffer.graph.required_dataset_keys()
         return StreamLoader(
             self.control,
             buffer,
             storage,
-            held_by=self.control.holders.by_worker,
+            held_by=self._locations.by_worker,
             keys=keys,
             busy=lambda: self.control.in_play > 0 or self._weights.busy,
         )
 
     # ---- workers
 
-    def joined(self, info: WorkerInfo) -> None:
-        """A worker has registered."""
+    def worker_joined(self, info: WorkerInfo) -> None:
+        """Start to use a worker that has registered."""
         if info.kind == GENERATION:
-            self._weights.joined(info.name)
+            self._weights.worker_joined(info.name)
         elif "env" in info.endpoints:
             self._env[info.name] = info.endpoints["env"]
             for name in self._rollout_workers if self._playing else ():
@@ -301,31 +338,31 @@ class AsyncRollouts(StepSource):
             if self._playing:
                 self._spawn(self._play(info.name))
 
-    def left(self, name: str, reason: str) -> None:
-        """A worker has died. What it had in hand is played again; without the trainer nothing can go on."""
+    def worker_left(self, name: str, reason: str) -> None:
+        """Requeue the samples of a worker that has died, or fail the run if it is a trainer."""
         if name.startswith(f"{GENERATION}/"):
-            self._weights.left(name)
+            self._weights.worker_left(name)
         elif name in self._rollout_workers:
             self.control.worker_left(self._rollout_workers.pop(name), reason)
         elif name.startswith(f"{TRAINER}/"):
             self.control.fail(WorkerDied(name, reason))
 
     async def start(self) -> None:
-        """Give the generation workers their weights, prove that these arrive, and let the rollout workers play."""
+        """Publish the weights, run the self-test of weight updates and start the rollout workers."""
         await self.publish(self._plan.completed_steps)
-        await self._prove()
+        await self._run_self_test()
         self._spawn(self._watch())
         self._playing = True
         await asyncio.gather(*(self._play(name) for name in list(self._rollout_workers)))
 
-    async def _prove(self) -> None:
-        """Run the self-test of weight updates. Raises WrongWeights, or what went wrong with the rollouts meanwhile."""
-        test = SelfTest(self._caller, self._weights, timeout_s=self._plan.load_s, warn=self._warn)
-        self._record.proven(self._weights.published, await self._unless_failed(test.run()))
+    async def _run_self_test(self) -> None:
+        """Run the self-test of weight updates. Raises WrongWeights, or the failure of the rollouts if that is first."""
+        test = SelfTest(self._caller, self._weights, timeout_s=self._plan.load_timeout_s, warn=self._warn)
+        self._record.proven(self._weights.published, await self._run_unless_failed(test.run()))
 
     async def _play(self, name: str) -> None:
-        """Once for every process, as long as it plays: two at once would share sessions and cache rows. Without the
-        service that its episodes are played on nobody plays until there is one."""
+        """Ask a rollout worker to play, once per incarnation: two rollout loops in one process would share sessions and
+        cache rows. If its episodes need an environment service, this does nothing until there is one."""
         incarnation = self._rollout_workers.get(name)
         ready = self._playing and (self._env or not self._plan.needs_env)
         if incarnation is None or incarnation in self.control.workers or not ready:
@@ -334,22 +371,28 @@ class AsyncRollouts(StepSource):
         env = [url for _, url in sorted(self._env.items())]
         try:
             request = PlayRequest(self._service.endpoint, self._streams, env)
-            await ask(self._caller, name, PLAY, request, timeout_s=self._plan.seconds)
+            await ask(self._caller, name, PLAY, request, timeout_s=self._plan.timeout_s)
         except WorkerDied as error:
             _log.warning("%s", error)
 
     async def pause(self) -> None:
-        """Let what is in play come to its end and the sessions be closed. Raises RolloutsFailed when it does not."""
+        """Stop admission and wait until the samples in play are finished and the sessions closed.
+
+        Raises RolloutsFailed after the rollout deadline and ``STOP_TIMEOUT_S`` seconds.
+        """
         self._playing = False
         self.control.pause()
         try:
             async with asyncio.timeout(self._plan.spec.options.rollout_deadline_s + STOP_TIMEOUT_S):
-                await self.control.stopped()
+                await self.control.wait_until_stopped()
         except TimeoutError:
             raise RolloutsFailed(f"{', '.join(sorted(self.control.workers))} did not stop") from None
 
-    def _not_loaded(self, worker: str, error: Exception) -> None:
-        """Others go on without it until its successor has joined; without any other the run cannot."""
+    def _on_load_failed(self, worker: str, error: Exception) -> None:
+        """Dismiss a generation worker that did not load weights; fail the run if it is the only one.
+
+        The others go on without it until its successor has joined.
+        """
         if self._weights.versions.keys() == {worker}:
             self.control.fail(RolloutsFailed(f"{worker} did not load the weights: {error}"))
         else:
@@ -365,102 +408,110 @@ class AsyncRollouts(StepSource):
     # ---- steps
 
     async def publish(self, completed_steps: int) -> None:
-        """New weights for the generation workers. Raises what went wrong with the rollouts meanwhile."""
-        await self._unless_failed(self._held_out.publish(completed_steps))
+        """Publish new weights to the generation workers. Raises the failure of the rollouts if that comes first."""
+        await self._run_unless_failed(self._held_out.publish(completed_steps))
 
     async def evaluate(self, step: int, evaluation: EvaluationSpec, deliver: Deliver) -> bool:
-        """Play it on the rollout workers while training goes on, with the weights of now; returns once they are kept
-        for it. An evaluation by another interface than the one that plays the samples is the trainer's. Raises what
-        went wrong with the rollouts meanwhile."""
+        """Start an evaluation with the current weights on the rollout workers, in parallel with training.
+
+        Returns True once the weights are pinned for it, or False where it is by another interface than the rollouts:
+        that one is the trainer's. Raises the failure of the rollouts if that comes first.
+        """
         if evaluation.interface != self._plan.spec.calls[0].interface:
             return False
         when = "before training" if step == 0 else f"after step {step}"
-        await self._unless_failed(self._held_out.begin(when, HeldOutOptions.from_args(evaluation.args), deliver))
+        await self._run_unless_failed(self._held_out.start(when, HeldOutOptions.from_args(evaluation.args), deliver))
         return True
 
     @property
     def evaluating(self) -> bool:
-        """Whether an evaluation is in play."""
+        """Whether an evaluation is being played."""
         return self._held_out.running
 
-    async def evaluated(self) -> None:
-        """Wait for the evaluation in play. Raises what went wrong with the rollouts meanwhile."""
-        await self._unless_failed(self._held_out.over())
+    async def wait_for_evaluation(self) -> None:
+        """Wait until no evaluation is being played. Raises the failure of the rollouts if that comes first."""
+        await self._run_unless_failed(self._held_out.wait())
 
-    async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what ``work`` does, which may wait for an evaluation: after a failure nobody plays its shares any
-        more. Raises what went wrong with the rollouts before it is done."""
+    async def _run_unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work`` and return its result, or cancel it and raise the failure of the rollouts if that comes first.
+
+        ``work`` may wait for an evaluation, which would never end after a failure: no worker takes its shares then.
+        """
         running = asyncio.ensure_future(work)
         try:
-            await self.control.unless_failed(running)
+            await self.control.wait_unless_failed(running)
         finally:
             running.cancel()
         return running.result()
 
     async def before_checkpoint(self) -> None:
-        """What the checkpoint will cover has to be in the journal first."""
+        """Wait until the journal's records about the steps of the checkpoint are on the disk."""
         await self._ledger.durable()
 
     async def save(self, completed_steps: int, folder: Path) -> None:
-        """Keep in a checkpoint which samples are open and how far the source has got, lest a damaged journal be the
-        only one that knows. Raises OSError."""
+        """Write the open samples and the source's state into a checkpoint, as a copy in case the journal is damaged.
+
+        Raises OSError.
+        """
         if self._weights.published != completed_steps:
             self._record.unpublished(completed_steps)
         records = self._ledger.snapshot_after(completed_steps)
         await asyncio.to_thread(write_snapshot, folder / JOURNAL_FILE, records)
 
     async def checkpointed(self, completed_steps: int, folder: str) -> None:
-        """A checkpoint is valid: payloads that it makes unnecessary are deleted."""
+        """Record that a checkpoint is valid, and delete the payloads that only earlier checkpoints needed."""
         self._ledger.checkpointed(completed_steps, folder)
         await self._ledger.durable()
-        self.control.holders.keep(lambda sample_id: self._ledger.state.accepted_attempt(sample_id) is not None)
+        self._locations.keep(lambda sample_id: self._ledger.state.accepted_attempt(sample_id) is not None)
         await self._receivers.prune(self._ledger)
 
     async def step_metrics(self, report: StepReport) -> dict[str, float]:
-        """``rollout/...``, ``failures/<kind>`` and ``retries/<kind>`` of the step's samples and of those that gave way
-        to them, beside ``live`` without its totals."""
-        figures = rollout_figures([*report.results, *self.control.flat_of_step])
+        """Return the metrics of a step: ``rollout/...``, ``failures/<kind>`` and ``retries/<kind>`` of its samples and
+        of the samples without signal that were dropped for it, and all of ``live`` but the totals."""
+        metrics = rollout_metrics([*report.results, *self.control.flat_of_step])
         if self._plan.spec.calls[0].resample:
-            figures["n_dropped_groups"] = float(len(self.control.flat_of_step))
-            figures["n_groups_without_signal"] = float(self.control.flat_trained)
-        trouble = {name: figures.pop(name) for name in list(figures) if name.startswith(("failures/", "retries/"))}
-        for name, value in trouble.items():
+            metrics["n_dropped_groups"] = float(len(self.control.flat_of_step))
+            metrics["n_groups_without_signal"] = float(self.control.flat_trained)
+        failures = {name: metrics.pop(name) for name in list(metrics) if name.startswith(("failures/", "retries/"))}
+        for name, value in failures.items():
             self._totals[name] += value
-        trained = sum(times["compute_s"] for times in report.times.values())
-        tokens = figures["tokens"]
+        compute_s = sum(times["compute_s"] for times in report.times.values())
+        tokens = metrics["tokens"]
         return {
-            **{f"rollout/{name}": value for name, value in figures.items()},
-            **trouble,
-            **self._admission(),
-            **await self._step_figures.read(),
-            "training/occupancy": trained / report.wall_s,
+            **{f"rollout/{name}": value for name, value in metrics.items()},
+            **failures,
+            **self._admission_metrics(),
+            **await self._step_metrics.read(),
+            "training/occupancy": compute_s / report.wall_s,
             "tokens": tokens,
             "tokens_per_second": tokens / report.wall_s,
         }
 
     def episodes(self, report: StepReport) -> list[str]:
-        """Return the transcripts that travelled with the samples."""
+        """Return the transcripts that the samples carry."""
         return episode_texts(report.results)
 
     async def live(self) -> dict[str, dict[str, float]]:
-        """What the display shows between steps: {section: {figure: value}}, with ``failures_total`` and
-        ``retries_total`` since the start of this process."""
+        """Return the metrics that the display shows between steps: {section: {name: value}}.
+
+        The sections ``failures_total`` and ``retries_total`` count since the start of this process.
+        """
         sections: dict[str, dict[str, float]] = {}
         for name, value in self._totals.items():
             section, _, kind = name.partition("/")
             sections.setdefault(f"{section}_total", {})[kind] = value
-        for name, value in (self._admission() | await self._live_figures.read()).items():
-            section, _, figure = name.partition("/")
-            sections.setdefault(section, {})[figure] = value
+        for name, value in (self._admission_metrics() | await self._live_metrics.read()).items():
+            section, _, metric = name.partition("/")
+            sections.setdefault(section, {})[metric] = value
         return sections
 
-    def _admission(self) -> dict[str, float]:
+    def _admission_metrics(self) -> dict[str, float]:
         return {f"admission/{name}": float(value) for name, value in self.control.counters().items()}
 
     # ---- end
 
     async def close(self) -> None:
-        """Whatever state it is in."""
+        """Cancel all tasks and release everything, in any state."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -470,18 +521,19 @@ class AsyncRollouts(StepSource):
         await asyncio.to_thread(self._ledger.close)
 
     def end(self) -> None:
-        """The run has come to its end."""
+        """Journal that the run has ended."""
         self._ledger.append(End())
 
     def _discard(self, ids: Sequence[str]) -> None:
-        self._spawn(self._receivers.clear(self.control.holders.by_worker(ids)))
+        self._spawn(self._receivers.clear(self._locations.by_worker(ids)))
 
-    def _spawn(self, coroutine: Any) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task whose error fails the rollouts."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self.control.fail(error)

@@ -1,8 +1,20 @@
-"""Admits samples, takes them when they are finished and hands them to training steps, and answers the rollout
-workers' requests.
+"""Admission of samples, their acceptance and release to training steps, and the service for the rollout workers.
 
-Lives in the master's event loop. Every change of state is synchronous and goes into the journal in the same moment;
-only waiting, for capacity, for samples and for the disk, is asynchronous.
+Runs in the master's event loop. Every change of state is synchronous and is journaled at the same moment; only waiting
+for capacity, for samples and for the disk is asynchronous.
+
+``RolloutControl.allocate``, called by a rollout worker
+  produces: leases of samples and shares of an evaluation;
+  waits for: capacity;
+  unblocked by: a new version, the end of a sample in play, or ``hold_s`` seconds (the worker asks again).
+``RolloutControl.record_arrivals``, called by a model worker
+  produces: staged samples;
+  waits for: the journal's records on the disk;
+  unblocked by: the journal's writer, or ``async_rl.journal_timeout_s``.
+``RolloutControl.step_batch``, called by the stream loader
+  produces: the samples of a step;
+  waits for: enough staged samples that the gate releases;
+  unblocked by: an arrival, a sample that is given up, or ``fail``.
 """
 
 from __future__ import annotations
@@ -39,60 +51,70 @@ from realhf.base import process_clock
 from realhf.base.messages import Call, Message
 from realhf.dataflow.journal.journal import DIED, FLAT, Accept, Admit, Commit, Consume, Draw, Drop, Record, Reject
 from realhf.dataflow.journal.ledger import RolloutLedger
-from realhf.dataflow.rollouts.held_out import EvaluationBoard
+from realhf.dataflow.rollouts.rollout_state import EvaluationQueue, SampleLocations
 from realhf.dataflow.rollouts.sample_queue import PendingRequests, SampleQueue, Task, with_metadata
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
-from realhf.dataflow.rollouts.stream_loader import Holders
 from realhf.transport.codec import decode_sample
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.service import LoopServiceServer, Request
 
 _log = logging.getLogger(__name__)
-LATE_S = 30.0
-"""A worker that does not answer so long after a sample's deadline has lost it."""
-MAX_IN_VAIN = 8
-"""So many samples given up, none finished in between: nothing works, and another sample will not change that."""
+LEASE_GRACE_S = 30.0
+"""Seconds after a sample's deadline until it is taken back from a worker that did not answer."""
+MAX_CONSECUTIVE_FAILURES = 8
+"""Abort the run after this many samples are given up with none accepted in between."""
 
 
 class RolloutsFailed(RuntimeError):
-    """A rollout failed where the configuration says that none may, or all do."""
+    """The rollouts cannot go on: all fail, or one failed with ``rollout.on_failure=fail_fast``."""
 
 
 @dataclass(frozen=True)
 class RolloutRules:
-    """``total``: samples that the run trains in all; ``max_attempts``: failures, and ``max_deaths``: deaths of the
-    process that plays it, after which a sample is given up; ``fail_fast``: the first failure ends the run; ``drop``:
-    stale samples are dropped, not waited for. For every batch of samples that is accepted, ``max_flat`` without
-    ``signal`` are dropped: others are played in their place."""
+    """Limits at which a sample is given up, replaced or dropped, and at which the run fails."""
 
     total: int
+    """Samples that the run trains in all."""
     deadline_s: float
+    """Time in seconds that a worker has for a sample."""
     max_attempts: int
+    """Failed attempts after which a sample is given up."""
     fail_fast: bool = False
+    """Whether the first failure ends the run."""
     drop: bool = False
+    """Whether stale samples are dropped; otherwise a step waits for stragglers before they become stale."""
     max_deaths: int = 3
+    """Deaths of the process that plays a sample after which it is given up."""
     max_flat: int = 0
+    """Samples without ``signal`` that are dropped and replaced for every batch of accepted samples."""
     signal: GroupSignal = field(default_factory=GroupSignal)
+    """Decides whether a group of episodes has a learning signal (its rewards are not all equal)."""
 
-    def judged(self, task: Task) -> Task:
-        """Return a task that comes back, marked as a suspect where the next death would be its last."""
+    def mark_suspect(self, task: Task) -> Task:
+        """Return a task that comes back, marked as a suspect if one more death would be its last."""
         return replace(task, suspect=task.deaths >= max(1, self.max_deaths - 1))
 
 
 @dataclass
-class _Open:
+class _Lease:
     """A sample in play."""
 
     task: Task
+    """The sample and its attempts so far."""
     worker: str
+    """The worker incarnation that plays it."""
     expires: float
+    """Time on ``process_clock``, in seconds, at which the sample is taken back."""
 
 
 class RolloutControl:
-    """``discard(ids)`` is told of accepted samples that will never be trained, ``warn(text)`` of samples that are given
-    up. A worker is known by a name of its incarnation, so that a successor is not taken for it.
+    """State machine of all samples of the run, from admission to training.
 
-    It stands in for the source of the executor: ``record`` and ``stats``.
+    ``discard(ids)`` is called with accepted samples that will never be trained, ``warn(text)`` with a message about
+    each sample that is given up. Workers are named by incarnation (name and pid), so that a successor is another
+    worker. ``locations`` and ``evaluations`` are shared with the stream and the held-out evaluations.
+
+    It is the executor's result sink: ``record`` and ``stats``.
     """
 
     def __init__(
@@ -105,32 +127,43 @@ class RolloutControl:
         *,
         discard: Callable[[Sequence[str]], None],
         warn: Callable[[str], None] = _log.warning,
-        board: EvaluationBoard | None = None,
+        locations: SampleLocations | None = None,
+        evaluations: EvaluationQueue | None = None,
     ) -> None:
-        self.board = board or EvaluationBoard(1)
-        self.holders = Holders()
-        self._queue, self._ledger, self._rules, self._discard = supply, ledger, rules, discard
+        self.locations = locations or SampleLocations()
+        self._evaluations = evaluations or EvaluationQueue(1)
+        self._queue = supply
+        self._ledger = ledger
+        self._rules = rules
+        self._discard = discard
         self._warn = warn
-        self.staleness, self.gate = staleness, gate
+        self.staleness = staleness
+        self.gate = gate
         self.workers: set[str] = set()
-        """Those that play or could."""
-        self._open: dict[str, _Open] = {}
-        self._open_of: dict[str, dict[str, _Open]] = {}
+        """Incarnations of rollout workers that may take samples."""
+        self._open: dict[str, _Lease] = {}
+        self._open_of: dict[str, dict[str, _Lease]] = {}
+        """The samples in ``_open`` by worker."""
         self._requests = PendingRequests()
         self._staged: dict[str, SequenceSample] = {}
+        """Metadata of accepted samples that no step has taken."""
         self._replay: dict[int, list[str]] = {}
+        """Samples of the steps that a resumed run repeats, by step."""
         self._step_of: dict[str, int] = {}
         self._next_order = 0
         self._changed = asyncio.Event()
+        """Set at every change, then replaced by a new event: each waiter waits for the change after its look."""
         self._failure: BaseException | None = None
         self.paused = False
-        self._in_vain = 0
-        self._flat_for = self._n_flat = 0
+        self._consecutive_failures = 0
+        self._flat_batch = 0
+        """The batch of accepted samples, counted from 0, that ``_n_flat`` is about."""
+        self._n_flat = 0
         self._flat: list[SampleResult] = []
         self.flat_of_step: list[SampleResult] = []
-        """Of the samples that were dropped before the last step, and after the one before it, because their rewards are
-        all equal; ``flat_trained`` such were trained by it."""
+        """Results of samples without signal that were dropped between the last step and the one before it."""
         self.flat_trained = 0
+        """Samples without signal among those that the last step trained."""
         self.lost_attempts = 0
         self.given_up = 0
         self.refused = 0
@@ -138,14 +171,17 @@ class RolloutControl:
     # ---- rollout workers
 
     def worker_joined(self, worker: str) -> None:
-        """Let a process of a rollout worker take samples from now on."""
+        """Let an incarnation of a rollout worker take samples from now on."""
         self.workers.add(worker)
 
     def worker_left(self, worker: str, reason: str) -> None:
-        """Its samples are played again by others. This is no failure of theirs, but one of them may be the cause: those
-        that the next death would end are not played together, so that one which kills again does so by itself."""
+        """Requeue the samples of a worker that died or stopped.
+
+        One of these samples may crash workers. Suspects are never leased together, so the next crash identifies the
+        culprit.
+        """
         self.workers.discard(worker)
-        self.board.worker_left(worker, reason)
+        self._evaluations.worker_left(worker, reason)
         for sample_id in list(self._open_of.get(worker, ())):
             self.lost_attempts += 1
             self._return(sample_id, DIED, f"{worker}: {reason}")
@@ -155,11 +191,11 @@ class RolloutControl:
 
     @property
     def in_play(self) -> int:
-        """Samples that a worker has; each has a deadline."""
+        """Number of samples that workers are playing; each has a deadline."""
         return len(self._open)
 
-    async def unless_failed(self, work: asyncio.Future[Any]) -> None:
-        """Wait for ``work``. Raises what ``fail`` was given before it is done."""
+    async def wait_unless_failed(self, work: asyncio.Future[Any]) -> None:
+        """Wait for ``work``. Raises its error, or the error passed to ``fail`` if that comes first."""
         work.add_done_callback(lambda _: self.wake())
         while not work.done():
             if self._failure is not None:
@@ -167,8 +203,8 @@ class RolloutControl:
             await self._changed.wait()
         work.result()
 
-    async def stopped(self) -> None:
-        """Until no worker plays. Raises what ``fail`` was given."""
+    async def wait_until_stopped(self) -> None:
+        """Wait until all workers have stopped. Raises the error passed to ``fail``."""
         while self.workers:
             if self._failure is not None:
                 raise self._failure
@@ -177,70 +213,82 @@ class RolloutControl:
     async def allocate(
         self, worker: str, count: int, hold_s: float
     ) -> tuple[list[RolloutLease] | None, list[EvaluationPart]]:
-        """Between one and ``count`` samples and shares of an evaluation to play. Samples are in the journal before they
-        are given: on the disk no later than what comes of them, and lost only together with this process and all who
-        heard of them. Waits for capacity up to ``hold_s`` seconds, then (None, []): ask again. ([], []) when the worker
-        is to stop: the run comes to its end, or has seen the worker leave."""
+        """Return between one and ``count`` samples and shares of an evaluation for a worker to play.
+
+        Samples are journaled before they are returned: their records reach the disk no later than their results do.
+        Waits for capacity up to ``hold_s`` seconds, then returns (None, []): ask again. Returns ([], []) when the
+        worker must stop: the run is ending, or the master considers the worker gone.
+        """
         until = process_clock.now() + hold_s
         while worker in self.workers and self._failure is None and not self.paused:
-            parts = self.board.take(worker, count, alone=False)
+            parts = self._evaluations.take(worker, count, alone=False)
             leases = self._admit(worker, count - len(parts))
             if len(parts) + len(leases) < count:  # there are no more samples to play at the moment
-                parts += self.board.take(worker, count - len(parts) - len(leases), alone=True)
+                parts += self._evaluations.take(worker, count - len(parts) - len(leases), alone=True)
             if leases or parts:
                 return leases or None, parts
-            if not await self._requests.turn(worker, until - process_clock.now()):
+            if not await self._requests.wait_turn(worker, until - process_clock.now()):
                 return None, []
         self._requests.wake(1)
         return [], []
 
     def pause(self) -> None:
-        """Give no more samples; what is in play is played to its end."""
+        """Lease no more samples; those in play are finished."""
         self.paused = True
         self.wake()
 
-    def evaluated(self, worker: str, request: EvaluatedRequest) -> None:
-        """A worker has played a share of an evaluation, or failed to."""
-        self.board.evaluated(worker, request)
-        if self.board.waiting:
+    def record_evaluation(self, worker: str, request: EvaluatedRequest) -> None:
+        """Record a worker's results for a share of an evaluation, or its failure."""
+        self._evaluations.record(worker, request)
+        if self._evaluations.waiting:
             self.wake()
 
     @property
     def complete(self) -> bool:
-        """Whether every sample that the run trains has arrived (was trained, where one may still be dropped)."""
+        """Whether the run has all the samples it trains: accepted or, if stale ones may be dropped, trained."""
         done = self.staleness.consumed if self._rules.drop else self.staleness.accepted
         return done >= self._rules.total
 
     @property
     def capacity(self) -> int:
-        """Samples that may be admitted now."""
-        still = self._rules.total - self.staleness.accepted - self.staleness.running
-        return max(0, min(self.staleness.capacity, still))
+        """Number of samples that may be admitted now."""
+        remaining = self._rules.total - self.staleness.accepted - self.staleness.running
+        return max(0, min(self.staleness.capacity, remaining))
 
     def _admit(self, worker: str, count: int) -> list[RolloutLease]:
         leases: list[RolloutLease] = []
         records: list[Record] = []
         exhausted_before = self._queue.exhausted
-        suspected = any(entry.task.suspect for entry in self._open_of.get(worker, {}).values())
+        has_suspect = any(entry.task.suspect for entry in self._open_of.get(worker, {}).values())
         while len(leases) < count and self.capacity > 0:
             draws_before = self._queue.draws
-            task = self._queue.take(suspects=not suspected)
+            task = self._queue.take(suspects=not has_suspect)
             if task is None:
                 break
             if self._queue.draws > draws_before:
-                records.append(self._draw_with(task))
-            suspected = suspected or task.suspect
+                records.append(self._build_draw(task))
+            has_suspect = has_suspect or task.suspect
             leases.append(lease := self._lease(task, worker))
-            fields = lease.id, lease.attempt, lease.version, lease.order, worker, task.item.to_map()
-            records.append(Admit(*fields, task.failures, task.deaths))
+            records.append(
+                Admit(
+                    lease.id,
+                    lease.attempt,
+                    lease.version,
+                    lease.order,
+                    worker,
+                    task.item.to_map(),
+                    task.failures,
+                    task.deaths,
+                )
+            )
         if records:
             self._ledger.append(*records)
         if self._queue.exhausted and not exhausted_before:
             self.wake()
         return leases
 
-    def _draw_with(self, first: Task) -> Draw:
-        """The state after a draw, of which ``first`` has been taken already."""
+    def _build_draw(self, first: Task) -> Draw:
+        """Return the record of a draw from the source whose first item, ``first``, has already left the queue."""
         state = self._queue.state()
         return Draw({**state, "drawn": [first.item.to_map(), *state["drawn"]]})
 
@@ -251,8 +299,9 @@ class RolloutControl:
         assert task.order is not None
         self.staleness.admit()
         self.gate.admit(task.item.id, self.staleness.version, task.order)
-        expires = process_clock.now() + self._rules.deadline_s + LATE_S
-        entry = self._open[task.item.id] = _Open(task, worker, expires)
+        expires = process_clock.now() + self._rules.deadline_s + LEASE_GRACE_S
+        entry = _Lease(task, worker, expires)
+        self._open[task.item.id] = entry
         self._open_of.setdefault(worker, {})[task.item.id] = entry
         return RolloutLease(
             task.item.id,
@@ -264,8 +313,11 @@ class RolloutControl:
             {key: list(value) for key, value in task.item.values.items()},
         )
 
-    def rejected(self, worker: str, sample_id: str, attempt: int, outcome: str, message: str) -> None:
-        """An attempt failed: the sample is tried again, or given up after too many failures."""
+    def record_failure(self, worker: str, sample_id: str, attempt: int, outcome: str, message: str) -> None:
+        """Record a failed attempt: requeue the sample, or give it up after too many failures.
+
+        Reports about an attempt that the worker no longer has are ignored.
+        """
         entry = self._open.get(sample_id)
         if entry is None or entry.task.attempt != attempt or entry.worker != worker:
             return
@@ -276,86 +328,101 @@ class RolloutControl:
         self.wake()
 
     def expire(self) -> None:
-        """Take back what was not answered long after its deadline."""
-        self.board.expire()
+        """Requeue samples and shares whose deadline passed more than a grace period ago."""
+        self._evaluations.expire()
         now = process_clock.now()
         for sample_id in [i for i, entry in self._open.items() if entry.expires < now]:
             self._return(sample_id, "timeout", f"no answer from {self._open[sample_id].worker}")
         self.wake()
 
     def _return(self, sample_id: str, outcome: str, message: str) -> None:
-        played, died = self._close(sample_id).task, outcome == DIED
-        failures, deaths = played.failures + (not died), played.deaths + died
-        task = self._rules.judged(replace(played, attempt=played.attempt + 1, failures=failures, deaths=deaths))
+        """Requeue a sample in play after a failure or a death of its worker, or give it up."""
+        failed = self._close(sample_id).task
+        died = outcome == DIED
+        task = self._rules.mark_suspect(
+            replace(
+                failed,
+                attempt=failed.attempt + 1,
+                failures=failed.failures + (not died),
+                deaths=failed.deaths + died,
+            )
+        )
         final = task.failures >= self._rules.max_attempts or task.deaths >= self._rules.max_deaths
         self.staleness.reject()
         self.gate.forget(sample_id)
-        reject = Reject(sample_id, played.attempt, outcome, message[:1000], final)
+        reject = Reject(sample_id, failed.attempt, outcome, message[:1000], final)
         if not final:
             self._ledger.append(reject)
             self._queue.give_back(task)
             return
         self._ledger.append(reject, Draw(self._queue.state()))
         self.given_up += 1
-        self._in_vain += 1
+        self._consecutive_failures += 1
         tally = f"{task.failures} failed attempts and {task.deaths} deaths of the process that played it"
         self._warn(f"sample {sample_id} is given up after {tally}, at last {outcome}: {message[:300]}")
-        if self._in_vain >= MAX_IN_VAIN:
+        if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
             self.fail(
                 RolloutsFailed(
-                    f"the last {self._in_vain} samples were all given up, {sample_id} after {tally}, "
+                    f"the last {self._consecutive_failures} samples were all given up, {sample_id} after {tally}, "
                     f"at last by {outcome}: {message[:300]}"
                 )
             )
 
-    def _close(self, sample_id: str) -> _Open:
-        """Take an attempt out of the hand of its worker."""
+    def _close(self, sample_id: str) -> _Lease:
+        """Remove and return the lease of a sample in play."""
         entry = self._open.pop(sample_id)
         del self._open_of[entry.worker][sample_id]
         return entry
 
     # ---- the stream
 
-    async def arrived(self, arrivals: Sequence[Arrival], holder: str) -> list[str]:
-        """An answer for each of ``holder``'s, when it is on the disk. Raises CodecError on malformed metadata."""
-        answers = [self._take(arrival, holder) for arrival in arrivals]
+    async def record_arrivals(self, arrivals: Sequence[Arrival], worker: str) -> list[str]:
+        """Accept or refuse the samples that a model worker has received; return an answer for each of them.
+
+        Returns when the journal's records are on the disk. Raises CodecError on malformed metadata.
+        """
+        answers = [self._accept(arrival, worker) for arrival in arrivals]
         number = self._ledger.last
         self.wake()
         await self._ledger.durable(number)
         return answers
 
-    def _take(self, arrival: Arrival, holder: str) -> str:
+    def _accept(self, arrival: Arrival, worker: str) -> str:
         entry = self._open.get(arrival.id)
         if entry is None or entry.task.attempt != arrival.attempt:
-            duplicate = self._ledger.state.accepted_attempt(arrival.id) == arrival.attempt
-            duplicate = duplicate and not self.holders.elsewhere(arrival.id, holder)
-            self.refused += not duplicate
-            return DUPLICATE if duplicate else REFUSED
+            is_accepted = self._ledger.state.accepted_attempt(arrival.id) == arrival.attempt
+            # A second copy on another worker is refused, so that this worker frees it.
+            is_duplicate = is_accepted and not self.locations.is_elsewhere(arrival.id, worker)
+            self.refused += not is_duplicate
+            return DUPLICATE if is_duplicate else REFUSED
         if arrival.error:
             self._return(arrival.id, "malformed", arrival.error)
             return REFUSED
         meta = with_metadata(decode_sample(arrival.meta), entry.task.item.metadata)
         self._close(arrival.id)
-        self._in_vain = 0
+        self._consecutive_failures = 0
         batch = self.staleness.accepted // self._queue.batch_size
-        if batch != self._flat_for:
-            self._flat_for, self._n_flat = batch, 0
+        if batch != self._flat_batch:
+            self._flat_batch = batch
+            self._n_flat = 0
         self.staleness.accept()
         accept = Accept(arrival.id, arrival.attempt, arrival.ref, arrival.meta)
         if self._n_flat < self._rules.max_flat:
             result = SampleResult.of(arrival.id, {name: row[0] for name, row in meta.metadata.items()})
             if not self._rules.signal.of(result):
                 self._drop_flat(accept, result)
-                return REFUSED  # Its holder forgets it: there is nothing to clear.
+                return REFUSED  # the worker then frees it, so there is nothing to discard
         self.gate.stage(arrival.id)
         self._ledger.append(accept)
         self._staged[arrival.id] = meta
-        self.holders.record(arrival.id, holder)
+        self.locations.record(arrival.id, worker)
         return ACCEPTED
 
     def _drop_flat(self, accept: Accept, result: SampleResult) -> None:
-        """Drop a sample that teaches nothing, and tell the source what became of it, in one append: the dynamic
-        sampling of DAPO (Yu et al. 2025)."""
+        """Drop a sample without learning signal and record its result at the source, in one append to the journal.
+
+        This is the dynamic sampling of DAPO (Yu et al. 2025).
+        """
         self.staleness.drop()
         self.gate.forget(result.id)
         self._flat.append(result)
@@ -366,12 +433,14 @@ class RolloutControl:
     # ---- training steps
 
     async def step_batch(self, step: int) -> list[SequenceSample]:
-        """Metadata of the samples of a step in the order of their admission; waits for them. [] when there will be no
-        more. Raises what ``fail`` was given."""
+        """Wait for the samples of a step and return their metadata in the order of admission.
+
+        Returns [] when there are no more samples. Raises the error passed to ``fail``.
+        """
         while True:
             if self._failure is not None:
                 raise self._failure
-            ids = self._released(step)
+            ids = self._release(step)
             if ids is not None:
                 break
             await self._changed.wait()
@@ -379,7 +448,8 @@ class RolloutControl:
             self._step_of[sample_id] = step
         return [self._staged.pop(sample_id) for sample_id in ids]
 
-    def _released(self, step: int) -> list[str] | None:
+    def _release(self, step: int) -> list[str] | None:
+        """Return the sample ids of a step, or None if the step has to wait."""
         planned = self._replay.pop(step, None)
         if planned is not None:
             for sample_id in planned:
@@ -401,17 +471,18 @@ class RolloutControl:
         self.wake()
 
     def waiting_for(self, step: int) -> str:
-        """In words, for reports about a stall."""
+        """Return a phrase that says what a step waits for, for stall reports."""
         slow = self.gate.stragglers(step)
         shown = ", ".join(slow[:4]) + (", ..." if len(slow) > 4 else "")
         return f"{self.gate.staged} samples have arrived" + (f"; waits for {shown}" if slow else "; waits for more")
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """A step has been trained on these samples, in this order."""
+        """Record that a step was trained on these samples, in this order."""
         step = self._step_of[results[0].id]
         for result in results:
             del self._step_of[result.id]
-        self.flat_of_step, self._flat = self._flat, []
+        self.flat_of_step = self._flat
+        self._flat = []
         self.flat_trained = sum(not self._rules.signal.of(result) for result in results)
         self.staleness.consume(len(results))
         self._queue.record(results)
@@ -420,17 +491,17 @@ class RolloutControl:
         )
 
     def set_version(self, version: int) -> None:
-        """Every living generation worker has these weights."""
+        """Record that every current generation worker has loaded ``version``; this raises the capacity."""
         if version > self.staleness.version:
             self.staleness.set_version(version)
             self.wake()
 
     def stats(self) -> dict[str, float]:
-        """The source's own figures."""
+        """Return the metrics of the data source."""
         return self._queue.source.stats()
 
     def counters(self) -> dict[str, int]:
-        """Every counter of admission."""
+        """Return all counters of admission by name."""
         return {
             **self.staleness.counters(),
             "capacity": self.capacity,
@@ -450,55 +521,64 @@ class RolloutControl:
         replay: Mapping[int, Sequence[str]],
         next_order: int,
     ) -> None:
-        """Continue from a journal: samples that were in play are played again, what had arrived is there."""
+        """Restore the state of a journal.
+
+        ``open_tasks`` were in play and are played again; ``staged`` had arrived; ``replay`` holds the samples of the
+        steps to repeat. ``next_order`` is the number of the next admission.
+        """
         self._next_order = next_order
         for task in open_tasks:
-            self._queue.give_back(self._rules.judged(task))
+            self._queue.give_back(self._rules.mark_suspect(task))
         for sample_id, (admit, meta) in staged.items():
             self.gate.admit(sample_id, admit.version, admit.order)
             self.gate.stage(sample_id)
             self._staged[sample_id] = with_metadata(meta, admit.item["metadata"])
         self._replay = {step: list(ids) for step, ids in replay.items()}
         size = self._queue.batch_size
-        self._flat_for = self.staleness.accepted // size
-        self._n_flat = sum(number // size == self._flat_for for number in self._ledger.state.flat)
+        self._flat_batch = self.staleness.accepted // size
+        self._n_flat = sum(number // size == self._flat_batch for number in self._ledger.state.flat)
 
     def fail(self, error: BaseException) -> None:
-        """Every waiter raises ``error``, or gets nothing more."""
+        """Fail the rollouts: waits raise the first ``error``, and no more samples are leased."""
         self._failure = self._failure or error
         self.wake()
 
     def wake(self) -> None:
-        """Let every waiter look again; of those who ask for samples, no more than there may be some for."""
+        """Wake every waiter, but of the workers that wait for samples only as many as there is capacity for."""
         self._changed.set()
         self._changed = asyncio.Event()
-        everybody = self.paused or self._failure is not None or self.board.waiting or self._queue.suspects
-        self._requests.wake(None if everybody else self.capacity)
+        # A worker with a suspect cannot take another one, so the first in the queue may not be the one that can.
+        wake_all = self.paused or self._failure is not None or self._evaluations.waiting or self._queue.suspects
+        self._requests.wake(None if wake_all else self.capacity)
 
 
 CALLS: dict[str, Call[Any, Any]] = {call.name: call for call in (ALLOCATE, ARRIVED, REJECTED, EVALUATED, STOPPED)}
 MAX_LEASES = 4096
+"""Largest number of samples in one answer; bounds the size of the message."""
 MAX_HOLD_S = 60.0
+"""Longest time in seconds that a request for samples may wait."""
 
 
 class RolloutService:
-    """Listens for requests and answers them on the running loop, each in a task of its own. A request that makes no
-    sense is told so; what goes wrong with any other ends the run."""
+    """Network service of ``RolloutControl``, which answers every request in a task on the running loop.
+
+    A malformed request gets an error as its answer; any other error in a request ends the run.
+    """
 
     def __init__(self, control: RolloutControl, run_id: str, network: Network = LOOPBACK) -> None:
         self._control = control
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server = LoopServiceServer("the master's rollout control", run_id, self._begin, network=network)
+        self._server = LoopServiceServer("the master's rollout control", run_id, self._start_answer, network=network)
         self.endpoint = self._server.endpoint
 
     async def close(self) -> None:
-        """Requests that wait are not answered any more."""
+        """Stop the service; waiting requests are not answered."""
         for task in self._tasks:
             task.cancel()
         await self._server.close()
 
-    def _begin(self, request: Request) -> None:
+    def _start_answer(self, request: Request) -> None:
         task = self._loop.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -508,27 +588,27 @@ class RolloutService:
             if request.method not in CALLS:
                 raise ValueError(f"there is no request {request.method!r}")
             call = CALLS[request.method]
-            asked = call.unpack(request.payload)
+            message = call.unpack(request.payload)
         except ValueError as error:
             request.fail(error)
             return
         try:
-            request.reply(call.pack_answer(await self._served(request.client, asked)))
+            request.reply(call.pack_answer(await self._serve(request.client, message)))
         except Exception as error:
             request.fail(error)
             self._control.fail(error)
 
-    async def _served(self, client: str, asked: Message) -> Message:
-        match asked:
+    async def _serve(self, client: str, message: Message) -> Message:
+        match message:
             case AllocateRequest():
-                count = max(1, min(asked.count, MAX_LEASES))
-                return AllocateAnswer(*await self._control.allocate(client, count, min(asked.hold_s, MAX_HOLD_S)))
+                count = max(1, min(message.count, MAX_LEASES))
+                return AllocateAnswer(*await self._control.allocate(client, count, min(message.hold_s, MAX_HOLD_S)))
             case ArrivedRequest():
-                return ArrivedAnswer(await self._control.arrived(asked.arrivals, client))
+                return ArrivedAnswer(await self._control.record_arrivals(message.arrivals, client))
             case RejectedRequest():
-                self._control.rejected(client, asked.id, asked.attempt, asked.outcome, asked.message)
+                self._control.record_failure(client, message.id, message.attempt, message.outcome, message.message)
             case EvaluatedRequest():
-                self._control.evaluated(client, asked)
-            case _:  # it takes no more samples, has sent what it finished, and has given up its sessions
+                self._control.record_evaluation(client, message)
+            case _:  # STOPPED: the worker has sent all it finished and closed its sessions
                 self._control.worker_left(client, "it stopped")
         return Nothing()

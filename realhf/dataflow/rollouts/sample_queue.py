@@ -1,7 +1,7 @@
-"""Knows what is to be played, who asks for it and who has it in play.
+"""Queue of the samples to be played, and queue of the workers' requests for them.
 
-With thousands of workers most requests wait most of the time. If each change let all of them look again, every sample
-that arrives would cost the master a walk through all workers.
+With thousands of workers, most requests wait most of the time. Waking all of them at each change would make every
+arrival of a sample cost time proportional to the number of workers; ``PendingRequests`` wakes a given number.
 """
 
 from __future__ import annotations
@@ -18,56 +18,73 @@ from realhf.api.source import DataSource, SampleResult, SourceItem
 
 
 def with_metadata(meta: SequenceSample, item: Mapping[str, Any]) -> SequenceSample:
-    """Return the sample's own metadata beside that of its task, which the rollout worker cannot change."""
+    """Return ``meta`` with the metadata of its source item added.
+
+    The item's values win, so a rollout worker cannot change them.
+    """
     return meta.annotated({name: [value] for name, value in item.items()})
 
 
 @dataclass(frozen=True)
 class Task:
-    """A sample that waits to be admitted. ``attempt`` counts from 0, ``failures`` those attempts that failed through
-    the rollout's own fault, ``deaths`` those in which the process died that played it; ``suspect``: it must not be
-    played beside another such; ``order`` is None before the first admission."""
+    """A sample that waits to be admitted, with its history."""
 
     item: SourceItem
+    """The item of the data source that it was made from."""
     attempt: int = 0
+    """Number of the next attempt, from 0."""
     failures: int = 0
+    """Attempts that the rollout worker reported as failed."""
     order: int | None = None
+    """Number of its first admission; None before it."""
     deaths: int = 0
+    """Attempts during which the process that played it died."""
     suspect: bool = False
+    """Whether it may be the cause of such deaths; no worker gets two suspects at once."""
 
 
 @dataclass
 class SampleQueue:
-    """Draws ``batch_size`` items at a time, as the synchronous run does, so that a curriculum sees the same requests;
-    samples that came back go first, in the order of their admission, so that what waits longest is played first. A
-    sample whose result was recorded before a crash is not recorded again (``recorded``). ``draws`` counts."""
+    """Queue of tasks, filled from a data source.
+
+    Draws ``batch_size`` items at a time, as a synchronous run does, so that a curriculum sees the same requests.
+    Samples that came back go first, in the order of their admission: the oldest is played first.
+    """
 
     source: DataSource
+    """Where new samples come from."""
     batch_size: int
+    """Items per draw."""
     recorded: set[str] = field(default_factory=set)
+    """Samples whose result the source recorded before a crash; it is not recorded again when they are retrained."""
     exhausted: bool = False
+    """Whether the source has no more items."""
     draws: int = 0
+    """Draws since this object was created."""
     drawn: deque[SourceItem] = field(default_factory=deque)
+    """Items that are drawn and not admitted."""
     _returned: list[tuple[int, str, Task]] = field(default_factory=list)
+    """Heap of tasks that came back, by order of admission."""
     _suspects: list[tuple[int, str, Task]] = field(default_factory=list)
+    """Heap of suspects that came back, by order of admission."""
 
     @property
     def returned(self) -> int:
-        """Samples that came back and wait."""
+        """Number of samples that came back and wait."""
         return len(self._returned) + len(self._suspects)
 
     @property
     def suspects(self) -> int:
-        """Samples that came back and must not be played beside another such."""
+        """Number of suspects among them."""
         return len(self._suspects)
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to take, and the source has said that it has no more."""
+        """Whether there is nothing to take and the source is exhausted."""
         return self.exhausted and not self.drawn and not self.returned
 
     def take(self, *, suspects: bool = True) -> Task | None:
-        """The next task, ``suspects`` among them or not; None when the source has no more."""
+        """Remove and return the next task, or None when there are no more. ``suspects=False`` skips suspects."""
         waiting = [heap for heap in (self._returned, self._suspects if suspects else None) if heap]
         if waiting:
             return heapq.heappop(min(waiting, key=lambda heap: heap[0][:2]))[-1]
@@ -79,19 +96,19 @@ class SampleQueue:
         return Task(self.drawn.popleft()) if self.drawn else None
 
     def give_back(self, task: Task) -> None:
-        """It is to be played again."""
+        """Queue a task that is to be played again."""
         heap = self._suspects if task.suspect else self._returned
         heapq.heappush(heap, (-1 if task.order is None else task.order, task.item.id, task))
 
     def record(self, results: Sequence[SampleResult]) -> None:
-        """Tell the source, once per sample."""
-        fresh = [result for result in results if result.id not in self.recorded]
+        """Pass results to the source, except those of samples in ``recorded``."""
+        new_results = [result for result in results if result.id not in self.recorded]
         self.recorded.difference_update(result.id for result in results)
-        if fresh:
-            self.source.record(fresh)
+        if new_results:
+            self.source.record(new_results)
 
     def state(self) -> dict[str, Any]:
-        """The source's state and what is drawn but not admitted, JSON-able."""
+        """Return the state for the journal as JSON types: the source's state and the items not yet admitted."""
         return {
             "source": self.source.state_dict(),
             "drawn": [item.to_map() for item in self.drawn],
@@ -100,39 +117,46 @@ class SampleQueue:
         }
 
     def load_state(self, state: Mapping[str, Any], admitted: Iterable[str]) -> None:
-        """Undo of ``state``; items ``admitted`` since are not drawn again."""
-        gone = set(admitted)
+        """Restore what ``state`` returned, without the items that were ``admitted`` since."""
+        admitted_ids = set(admitted)
         self.source.load_state_dict(dict(state["source"]))
-        self.drawn = deque(item for fields in state["drawn"] if (item := SourceItem(**fields)).id not in gone)
+        self.drawn = deque(item for fields in state["drawn"] if (item := SourceItem(**fields)).id not in admitted_ids)
         self.exhausted = bool(state["exhausted"])
         self.recorded = set(state["recorded"])
 
 
 class PendingRequests:
-    """Belongs to the running loop. A worker may have several requests."""
+    """First-come, first-served queue of workers' requests that wait for capacity.
+
+    Must be used on one event loop. A worker may have several requests.
+    """
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[asyncio.Future[bool], None] = OrderedDict()
         self._of: dict[str, set[asyncio.Future[bool]]] = {}
+        """The unfinished requests of each worker."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def turn(self, worker: str, timeout_s: float) -> bool:
-        """Wait behind those who came before; False when ``timeout_s`` passes first. Whoever gets a turn in vain waits
-        again, behind all others; whoever does not want it any more passes it on, by ``wake(1)``."""
+    async def wait_turn(self, worker: str, timeout_s: float) -> bool:
+        """Wait at the end of the queue; return True on a turn, False if ``timeout_s`` passes first.
+
+        A caller that finds no capacity on its turn waits again, at the end of the queue. A caller that no longer wants
+        its turn must pass it on with ``wake(1)``.
+        """
         if timeout_s <= 0:
             return False
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
         self._waiting[future] = None
         self._of.setdefault(worker, set()).add(future)
-        timer = loop.call_later(timeout_s, _end, future, False)
+        timer = loop.call_later(timeout_s, _end_wait, future, False)
         try:
             return await future
         except asyncio.CancelledError:
             if not future.cancelled() and future.result():
-                self.wake(1)
+                self.wake(1)  # the turn came together with the cancellation
             raise
         finally:
             timer.cancel()
@@ -142,20 +166,20 @@ class PendingRequests:
                 del self._of[worker]
 
     def wake(self, count: int | None = None) -> None:
-        """Give the first ``count`` their turn, or all."""
-        left = len(self._waiting) if count is None else count
-        while self._waiting and left > 0:
-            left -= _end(self._waiting.popitem(last=False)[0], True)
+        """Give the first ``count`` requests their turn; None: all of them."""
+        remaining = len(self._waiting) if count is None else count
+        while self._waiting and remaining > 0:
+            remaining -= _end_wait(self._waiting.popitem(last=False)[0], True)
 
     def wake_worker(self, worker: str) -> None:
         """Give all requests of a worker their turn."""
         for future in self._of.get(worker, ()):
             self._waiting.pop(future, None)
-            _end(future, True)
+            _end_wait(future, True)
 
 
-def _end(future: asyncio.Future[bool], has_turn: bool) -> bool:
-    """End a wait, unless it has ended already."""
+def _end_wait(future: asyncio.Future[bool], has_turn: bool) -> bool:
+    """End a wait; return False if it has ended already."""
     if future.done():
         return False
     future.set_result(has_turn)

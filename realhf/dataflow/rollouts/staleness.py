@@ -1,22 +1,17 @@
-"""Bounds how old samples become: the counters of admission, and the gate that keeps slow rollouts from being overtaken.
+"""Staleness bound: the counters of admission, and the gate that keeps slow rollouts from becoming too old.
 
-Admission bounds how many samples are ahead of one; the gate decides which of the finished ones a step may take,
-so that those left behind still fit into the steps that remain to them.
+Admission bounds the number of samples ahead of any sample. The gate decides which of the finished samples a step may
+take, such that the samples left behind still fit into the steps before they become too old.
 """
 
 from __future__ import annotations
 
 
 class StalenessManager:
-    """The counters of admission, in samples, and the capacity that follows from them. One writer: the master.
+    """The counters of admission, in samples, and the capacity that follows from them.
 
-    ``running``: admitted, outcome not final. ``accepted``: all that were accepted in this lineage and that were
-    or will be trained; ``consumed`` of them were. ``rejected``: ended without a sample. ``dropped``: accepted
-    and discarded later, taken out of ``accepted``. ``version``: the lowest weights version that a living
-    generation server has acknowledged. ``admitted``: leases given since this object was made.
-
-    After a recovery at version v: ``version=v``, ``consumed=v * batch_size`` and ``accepted`` = that and the
-    accepted samples which were found again. Raises ValueError on sizes below one and negative counters.
+    After a recovery at version v: ``version=v``, ``consumed=v * batch_size``, and ``accepted`` is the same plus the
+    accepted samples that were restored. Raises ValueError on sizes below one and negative counters.
     """
 
     def __init__(
@@ -37,75 +32,87 @@ class StalenessManager:
         self._eta = max_head_offpolicyness
         self._max_concurrent = max_concurrent
         self.version = version
+        """Lowest weight version that the current generation workers have loaded."""
         self.accepted = accepted
+        """Samples accepted in the run that were or will be trained, without the dropped ones."""
         self.consumed = consumed
+        """Those of them that were trained."""
         self.running = 0
+        """Samples admitted whose outcome is not final."""
         self.rejected = 0
+        """Admissions that ended without a sample."""
         self.dropped = 0
+        """Samples accepted and discarded later."""
         self.admitted = 0
+        """Admissions since this object was created."""
 
     @property
     def capacity(self) -> int:
-        """Samples that may be admitted now: within the concurrency, and such that even if all that are under way
-        and waiting are trained first, in whole batches, none is more than ``max_head_offpolicyness`` versions old."""
+        """Number of samples that may be admitted now.
+
+        Bounded by the concurrency, and by staleness: even if all samples that run or wait are trained first, in whole
+        batches, a new one is at most ``max_head_offpolicyness`` versions old when it is trained.
+        """
         by_staleness = (self._eta + self.version + 1) * self._batch_size - (self.accepted + self.running)
         return max(0, min(self._max_concurrent - self.running, by_staleness))
 
     def admit(self, count: int = 1) -> None:
-        """Raises ValueError beyond the capacity."""
+        """Count admitted samples. Raises ValueError beyond the capacity."""
         _check(count, self.capacity, "admitted", "there is capacity for")
         self.running += count
         self.admitted += count
 
     def accept(self, count: int = 1) -> None:
-        """Running samples were finished and will be trained."""
+        """Count running samples as accepted: they are finished and will be trained. Raises ValueError beyond them."""
         _check(count, self.running, "accepted", "are running:")
         self.running -= count
         self.accepted += count
 
     def restore_accepted(self, count: int) -> None:
-        """Samples that had been accepted before a restart were found again."""
+        """Count samples that were accepted before a restart and are restored."""
         self.accepted += count
 
     def reject(self, count: int = 1) -> None:
-        """Running samples ended without a result, or go back to be admitted anew."""
+        """Count running samples that ended without a result or return to the queue. Raises ValueError beyond them."""
         _check(count, self.running, "rejected", "are running:")
         self.running -= count
         self.rejected += count
 
     def drop(self, count: int = 1) -> None:
-        """Accepted samples that will never be trained: their room is free again."""
+        """Count accepted samples that will never be trained, which frees their capacity. Raises ValueError beyond
+        those that are accepted and not consumed."""
         _check(count, self.accepted - self.consumed, "dropped", "are accepted and not consumed:")
         self.accepted -= count
         self.dropped += count
 
     def consume(self, count: int) -> None:
-        """Accepted samples became part of a training step."""
+        """Count accepted samples that were trained. Raises ValueError beyond those that are accepted."""
         _check(count, self.accepted - self.consumed, "consumed", "are accepted and not consumed:")
         self.consumed += count
 
     def set_version(self, version: int) -> None:
-        """Every living generation server has these weights. Raises ValueError for a version that goes back."""
+        """Set the version that all current generation workers have loaded. Raises ValueError for an older version."""
         if version < self.version:
             raise ValueError(f"the version of the weights cannot go back from {self.version} to {version}")
         self.version = version
 
     def counters(self) -> dict[str, int]:
-        """All counters and the capacity, for displays."""
+        """Return all counters and the capacity by name, for displays."""
         names = ("running", "accepted", "rejected", "consumed", "dropped", "version", "admitted", "capacity")
         return {name: getattr(self, name) for name in names}
 
 
 def _check(count: int, limit: int, verb: str, why: str) -> None:
+    """Raise ValueError unless 0 <= count <= limit."""
     if not 0 <= count <= limit:
         raise ValueError(f"{count} samples cannot be {verb}; {why} {limit}")
 
 
 class StragglerGate:
-    """Admitted and unconsumed samples by admission version, and which of them have arrived.
+    """Selection of the samples of each step, by admission version, among those that have arrived.
 
     ``wait=False`` is the policy "drop": step batches are released without regard to stragglers, and ``drop_stale``
-    discards what came too late. Operations are O(1), a check O(max_head_offpolicyness).
+    discards samples that arrived too late. Operations are O(1), a check O(max_head_offpolicyness).
     """
 
     def __init__(self, batch_size: int, max_head_offpolicyness: int, *, wait: bool = True) -> None:
@@ -115,29 +122,33 @@ class StragglerGate:
         self._eta = max_head_offpolicyness
         self._wait = wait
         self._known: dict[str, tuple[int, int]] = {}
+        """Admission version and order of every sample."""
+        # Samples in play and arrived samples by admission version; the inner dicts are ordered sets.
         self._running: dict[int, dict[str, None]] = {}
         self._staged: dict[int, dict[str, None]] = {}
         self._n_staged = 0
 
     def __len__(self) -> int:
-        """Samples that are admitted and neither forgotten nor released."""
+        """Return the number of samples that are admitted and neither forgotten nor released."""
         return len(self._known)
 
     @property
     def staged(self) -> int:
-        """Samples that have arrived and wait for their step batch."""
+        """Number of samples that have arrived and wait for their step batch."""
         return self._n_staged
 
     def admit(self, id: str, version: int, order: int) -> None:
-        """A sample was given out at policy version ``version``; ``order`` counts admissions. A sample that is tried
-        again is forgotten first. Raises ValueError for a sample that is known."""
+        """Add a sample that was leased at policy version ``version`` as admission number ``order``.
+
+        A sample that is tried again must be forgotten first. Raises ValueError for a known sample.
+        """
         if id in self._known:
             raise ValueError(f"{id} is admitted already")
         self._known[id] = (version, order)
         self._running.setdefault(version, {})[id] = None
 
     def stage(self, id: str) -> None:
-        """The sample was accepted and has arrived. Raises ValueError for an unknown one and for a second time."""
+        """Mark a sample as arrived. Raises ValueError for an unknown one and for one that has arrived already."""
         version = self._version(id)
         if id not in self._running.get(version, ()):
             raise ValueError(f"{id} has arrived already")
@@ -146,7 +157,8 @@ class StragglerGate:
         self._n_staged += 1
 
     def forget(self, id: str) -> None:
-        """The sample was rejected or dropped, or will be admitted again. Raises ValueError for an unknown one."""
+        """Remove a sample that was rejected or dropped, or will be admitted again. Raises ValueError for an unknown
+        one."""
         version = self._version(id)
         if id in self._staged.get(version, ()):
             _remove(self._staged, version, id)
@@ -156,11 +168,11 @@ class StragglerGate:
         del self._known[id]
 
     def release(self, step: int, *, final: bool = False) -> list[str] | None:
-        """The step batch of consuming step ``step`` in the order of admission, or None: wait.
+        """Remove and return the ids of the step batch of ``step`` in the order of admission; None: the step must wait.
 
-        Chosen are the earliest admission versions, then the earliest arrivals. ``final``: nothing will be admitted
-        any more, so that a last step batch of fewer than ``batch_size`` is released once everything has arrived; an
-        empty list means that nothing is left. Steps are asked for in ascending order.
+        Chooses the earliest admission versions, among equals the earliest arrivals. ``final``: there will be no more
+        admissions, so a last batch of fewer than ``batch_size`` is released once every sample has arrived; then an
+        empty list means that no samples are left. Steps must be requested in ascending order.
         """
         outstanding = len(self._known)
         if self._n_staged < self._batch_size and not (final and outstanding == self._n_staged):
@@ -179,8 +191,11 @@ class StragglerGate:
         return chosen
 
     def stragglers(self, step: int) -> list[str]:
-        """Running samples that the step batch of ``step`` waits for, in the order of admission: those that would
-        become too old, else, with too few arrived, all. Empty where it does not wait."""
+        """Return the running samples that ``step`` waits for, in the order of admission.
+
+        These are the samples that would become too old or, if only too few have arrived, all running samples. []
+        if the step need not wait.
+        """
         blocked = self._blocked_at(step)
         if blocked is None and self._n_staged >= self._batch_size:
             return []
@@ -188,8 +203,8 @@ class StragglerGate:
         return sorted((id for v in versions for id in self._running[v]), key=lambda id: self._known[id][1])
 
     def drop_stale(self, step: int) -> list[str]:
-        """Policy "drop": forget and return the arrived samples that are too old for ``step``, in the order of
-        admission."""
+        """Remove and return the arrived samples that are too old for ``step``, in the order of admission; for the
+        policy "drop"."""
         versions = [version for version in self._staged if version < step - self._eta]
         stale = sorted((id for v in versions for id in self._staged[v]), key=lambda id: self._known[id][1])
         for id in stale:
@@ -197,26 +212,35 @@ class StragglerGate:
         return stale
 
     def overdue(self, step: int) -> int:
-        """How many arrived samples will be too old when their step comes, if those from ``step`` on take them alone, as
-        after a restart with a lower bound."""
+        """Return the number of arrived samples that will be too old if the steps from ``step`` on train them alone.
+
+        There are such after a restart with a lower ``max_head_offpolicyness``.
+        """
         versions = [version for version in sorted(self._staged) for _ in self._staged[version]]
         return sum(step + i // self._batch_size - version > self._eta for i, version in enumerate(versions))
 
     def _blocked_at(self, step: int) -> int | None:
-        """The first admission version up to which more samples would be left behind than the steps that remain to
-        them can take, some of which run; None: the step batch may go. Between versions that occur, the count stays and
-        the bound grows. Nobody waits for samples that have all arrived: a run that goes on with a lower bound has some
-        that are too old already, and waiting makes them no younger."""
+        """Return the lowest admission version v at which ``step`` must wait for stragglers; None if it need not.
+
+        ``step`` must wait if, after it has taken its batch, more samples of versions up to v would be left than fit
+        into the steps before they are too old (v + eta - step steps), and some of them are still running. Only versions
+        that occur need a check: between them the count is constant and the limit grows.
+
+        The step does not wait for samples that have all arrived. After a restart with a lower bound some of them may be
+        too old already, and waiting would not help.
+        """
         if not self._wait:
             return None
-        left, running, room = 0, 0, self._batch_size
+        n_left = 0
+        n_running = 0
+        batch_room = self._batch_size
         for version in sorted(self._running.keys() | self._staged.keys()):
-            here = len(self._staged.get(version, ()))
-            taken = min(room, here)
-            room -= taken
-            running += len(self._running.get(version, ()))
-            left += here - taken + len(self._running.get(version, ()))
-            if running and left > max(0, version + self._eta - step) * self._batch_size:
+            n_staged = len(self._staged.get(version, ()))
+            n_taken = min(batch_room, n_staged)
+            batch_room -= n_taken
+            n_running += len(self._running.get(version, ()))
+            n_left += n_staged - n_taken + len(self._running.get(version, ()))
+            if n_running and n_left > max(0, version + self._eta - step) * self._batch_size:
                 return version
         return None
 

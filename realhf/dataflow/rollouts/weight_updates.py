@@ -1,19 +1,23 @@
-"""Brings every version of the policy's weights to the generation workers, and proves at the start that it arrives.
+"""Weight updates of the generation workers, and the self-test at the start that proves that they arrive.
 
 The trainer publishes a version; every generation worker loads it in the background of the next step. Nothing is polled.
 
-A generation worker is *current* once it has the version that admission counts, and stays so, because admission counts
-the lowest version of those that are current. Only these are listed for the rollout workers. All others are *stale*: one
-that joins, in the middle of an update perhaps, brings itself up to date first; so does one that takes much longer for a
-version than another, which goes on without it meanwhile.
+A generation worker is *current* once it has loaded the version that admission counts. It stays current, because
+admission counts the lowest version of the current workers. Only current workers are listed for the rollout workers. All
+others are *stale*: a worker that joins, perhaps in the middle of an update, catches up first; so does a straggler that
+takes much longer than the others to load a version, which go on without it until then.
 
-Each engine answers with digests of what it holds. They must be those of the trainer's tensors; else ``on_wrong`` is
-told, which must end the run.
+Each worker answers with digests of the tensors it holds. They must equal the digests of the trainer's tensors; if not,
+``on_wrong`` is called, which must end the run.
 
-Digests say what an engine holds; it may still compute with something else: a packed copy, or keys and values of earlier
-weights from a prefix cache. So the trainer changes some of its weights and publishes them, each engine samples after a
-fixed prefix before and after, and the trainer scores what was sampled itself. Then it changes them back, and each
-engine must say to the bit what it said before.
+The load task of a worker
+  produces: a worker with the newest version, and calls ``on_version`` when the lowest current version grows;
+  waits for: the worker's answer to ``update_weights``;
+  unblocked by: that answer, the worker's death, or the timeout of the call.
+``publish``
+  produces: a new manifest, and one load task for each worker;
+  waits for: the loads of the previous version by the current workers, then the trainer;
+  unblocked by: the end of those loads, or the straggler timer, after which stragglers are no longer current.
 """
 
 from __future__ import annotations
@@ -44,19 +48,22 @@ from realhf.transport.rpc_master import RpcMaster
 from realhf.transport.weights import staging_s
 
 _log = logging.getLogger(__name__)
-
-
-LAG_S = 10.0
-"""Seconds that a worker may take longer than the first one, or as long again as that took, before others go on without
-it."""
+STRAGGLER_GRACE_S = 10.0
+"""Minimum time in seconds that workers have to load a version after the first one has. They get as long again as the
+first one took, if that is longer; then the others go on without them."""
 
 
 class WeightUpdates:
-    """``trainer`` is the model worker that holds ``role``; ``on_version(v)`` is told the lowest version of all current
-    generation workers when it grows; ``on_failed(worker, error)`` when one could not load a version that is still the
-    newest, or did not answer in time: it samples from weights that the run does not know any more, so it has to be
-    replaced; ``on_wrong(error)`` when one holds other weights than it was given. ``record`` keeps what was published
-    and held. ``timeout_s`` bounds each call, loading by what its bytes take in addition."""
+    """Publisher of the trainer's weights to all generation workers.
+
+    ``trainer`` is the model worker that holds ``role``. ``timeout_s`` bounds each call; a load also gets the time that
+    its bytes take. ``record`` logs what was published and what each worker holds. Callbacks:
+
+    - ``on_version(version)``: the lowest version of all current workers has grown to this;
+    - ``on_failed(worker, error)``: a worker could not load a version that is still the newest, or did not answer in
+      time. The version it samples from is unknown, so it has to be replaced;
+    - ``on_wrong(error)``: a worker holds other weights than those that were sent.
+    """
 
     def __init__(
         self,
@@ -69,21 +76,30 @@ class WeightUpdates:
         on_wrong: Callable[[WrongWeights], None],
         record: WeightRecord,
         timeout_s: float,
-        lag_s: float = LAG_S,
+        straggler_grace_s: float = STRAGGLER_GRACE_S,
     ) -> None:
-        self._caller, self._trainer, self._role = caller, trainer, role
-        self._on_version, self._on_failed, self._on_wrong = on_version, on_failed, on_wrong
-        self._record, self._timeout_s, self._lag_s = record, timeout_s, lag_s
+        self._caller = caller
+        self._trainer = trainer
+        self._role = role
+        self._on_version = on_version
+        self._on_failed = on_failed
+        self._on_wrong = on_wrong
+        self._record = record
+        self._timeout_s = timeout_s
+        self._straggler_grace_s = straggler_grace_s
         self._versions: dict[str, int] = {}
         self._current: set[str] = set()
-        self._told = -1
+        self._announced_version = -1
         self._manifest: WeightsManifest | None = None
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._began = 0.0
-        self._lag: asyncio.TimerHandle | None = None
+        self._load_started_at = 0.0
+        """Time of the event loop, in seconds, at which the loads of the newest version started."""
+        self._straggler_timer: asyncio.TimerHandle | None = None
         self._testing = False
-        self._fewer: asyncio.Future[None] | None = None
-        self.figures: dict[str, float] = {}
+        self._stragglers_dropped: asyncio.Future[None] | None = None
+        """Resolved when the straggler timer fires, so that ``wait_for_current`` looks again."""
+        self.metrics: dict[str, float] = {}
+        """Milliseconds of the last publication and the last load, by name of the metric."""
 
     @property
     def versions(self) -> Mapping[str, int]:
@@ -102,7 +118,7 @@ class WeightUpdates:
 
     @property
     def current(self) -> frozenset[str]:
-        """The generation workers that are listed."""
+        """The generation workers that are listed for the rollout workers."""
         return frozenset(self._current)
 
     @property
@@ -111,96 +127,103 @@ class WeightUpdates:
         return bool(self._loading)
 
     async def publish(self, version: int) -> None:
-        """Take the trainer's weights as ``version`` and have them loaded; returns before they are. Waits until the
-        version before has been loaded by those who are current. Raises RpcError when the trainer cannot publish."""
-        await self.settled()
-        manifest = (await self._published(PublishWeightsRequest(self._role, version))).manifest
-        self._take(manifest)
+        """Publish the trainer's weights as ``version`` and start the loads; return before they end.
 
-    async def _published(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
-        began = time.perf_counter()
+        Waits first until the current workers have loaded the previous version. Raises RpcError when the trainer cannot
+        publish.
+        """
+        await self.wait_for_current()
+        manifest = (await self._request_publish(PublishWeightsRequest(self._role, version))).manifest
+        self._start_loads(manifest)
+
+    async def _request_publish(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
+        started_at = time.perf_counter()
         answer = await ask(self._caller, self._trainer, PUBLISH_WEIGHTS, request, timeout_s=self._timeout_s)
-        self.figures["weight_publish_ms"] = 1000 * (time.perf_counter() - began)
+        self.metrics["weight_publish_ms"] = 1000 * (time.perf_counter() - started_at)
         return answer
 
-    def _take(self, manifest: WeightsManifest) -> None:
+    def _start_loads(self, manifest: WeightsManifest) -> None:
         self._manifest = manifest
         self._record.published(manifest)
-        if self._lag is not None:
-            self._lag.cancel()  # it was about the version before
-            self._lag = None
-        self._began = asyncio.get_running_loop().time()
+        if self._straggler_timer is not None:
+            self._straggler_timer.cancel()  # it belongs to the previous version
+            self._straggler_timer = None
+        self._load_started_at = asyncio.get_running_loop().time()
         for worker in list(self._versions):
-            self._begin(worker)
+            self._start_load(worker)
 
-    async def trial(self, trial: int, probes: Sequence[Probe] = ()) -> PublishWeightsAnswer:
-        """Publish the weights of a self-test, changed or restored, and have every current worker load them; those that
-        die meanwhile are left out. Nobody else is brought up to date between the change and the end of the restoration.
-        Raises RpcError, or WrongWeights where one does not hold what it was given."""
-        await self.settled()
+    async def publish_trial(self, trial: int, probes: Sequence[Probe] = ()) -> PublishWeightsAnswer:
+        """Publish the changed or restored weights of a self-test and wait until every current worker has loaded them.
+
+        Workers that die in the process are left out. From ``TRIAL_CHANGE`` to the end of ``TRIAL_RESTORE`` no other
+        worker catches up. Raises RpcError, or WrongWeights where a worker does not hold the weights it was sent.
+        """
+        await self.wait_for_current()
         self._testing = True
         request = PublishWeightsRequest(self._role, self.published, trial, list(probes))
-        answer = await self._published(request)
+        answer = await self._request_publish(request)
         workers = sorted(self._current)
         loads = [self._load(worker, answer.manifest) for worker in workers]
-        for worker, found in zip(workers, await asyncio.gather(*loads, return_exceptions=True), strict=True):
-            if isinstance(found, WorkerDied):
-                _log.warning("%s died in the self-test of weight updates: %s", worker, found)
-            elif isinstance(found, BaseException):
-                raise found
+        for worker, outcome in zip(workers, await asyncio.gather(*loads, return_exceptions=True), strict=True):
+            if isinstance(outcome, WorkerDied):
+                _log.warning("%s died in the self-test of weight updates: %s", worker, outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
         if trial == TRIAL_RESTORE:
             self._testing = False
-            self._take(answer.manifest)
+            self._start_loads(answer.manifest)
         return answer
 
-    async def settled(self) -> None:
-        """Until no current worker is loading, or, where none is current, no worker at all. One that joins holds up
-        nobody."""
-        while loading := {self._loading[w] for w in self._loading if w in self._current or not self._current}:
-            if self._fewer is None or self._fewer.done():
-                self._fewer = asyncio.get_running_loop().create_future()
-            await asyncio.wait({*loading, self._fewer}, return_when=asyncio.FIRST_COMPLETED)
+    async def wait_for_current(self) -> None:
+        """Wait until no current worker is loading or, if none is current, no worker at all.
 
-    async def loaded(self) -> None:
-        """Until no worker at all is loading; each load has a deadline."""
+        A worker that joins does not delay this.
+        """
+        while loading := {self._loading[w] for w in self._loading if w in self._current or not self._current}:
+            if self._stragglers_dropped is None or self._stragglers_dropped.done():
+                self._stragglers_dropped = asyncio.get_running_loop().create_future()
+            await asyncio.wait({*loading, self._stragglers_dropped}, return_when=asyncio.FIRST_COMPLETED)
+
+    async def wait_for_all(self) -> None:
+        """Wait until no worker at all is loading; each load has a deadline."""
         while self._loading:
             await asyncio.wait(set(self._loading.values()))
-            await asyncio.sleep(0)  # what follows from it has been done
+            await asyncio.sleep(0)  # let the done callbacks run
 
-    def joined(self, worker: str) -> None:
-        """A generation worker has registered."""
+    def worker_joined(self, worker: str) -> None:
+        """Start to bring a newly registered generation worker up to date."""
         self._versions[worker] = -1
         self._caller.list_services(worker, False)
-        self._begin(worker)
+        self._start_load(worker)
 
-    def left(self, worker: str) -> None:
-        """A generation worker has died."""
+    def worker_left(self, worker: str) -> None:
+        """Forget a generation worker that has died."""
         self._versions.pop(worker, None)
         self._current.discard(worker)
         task = self._loading.pop(worker, None)
         if task is not None:
             task.cancel()
-        self._tell()
+        self._announce_version()
 
     async def close(self) -> None:
-        """Nothing is loaded any more."""
-        if self._lag is not None:
-            self._lag.cancel()
+        """Cancel all loads."""
+        if self._straggler_timer is not None:
+            self._straggler_timer.cancel()
         loading = list(self._loading.values())
         for task in loading:
             task.cancel()
         await asyncio.gather(*loading, return_exceptions=True)
 
-    def _begin(self, worker: str) -> None:
-        if self._manifest is None or worker in self._loading or self._testing or not self._behind(worker):
+    def _start_load(self, worker: str) -> None:
+        if self._manifest is None or worker in self._loading or self._testing or not self._is_stale(worker):
             return
-        task = asyncio.create_task(self._bring_up(worker), name=f"weights for {worker}")
+        task = asyncio.create_task(self._catch_up(worker), name=f"weights for {worker}")
         self._loading[worker] = task
-        task.add_done_callback(lambda done: self._over(worker, done))
+        task.add_done_callback(lambda done: self._on_load_done(worker, done))
 
-    def _over(self, worker: str, task: asyncio.Task[None]) -> None:
+    def _on_load_done(self, worker: str, task: asyncio.Task[None]) -> None:
         if self._loading.get(worker) is not task:
-            return  # the worker has left; another may have its name by now
+            return  # the worker has left, and a successor may have its name
         del self._loading[worker]
         if task.cancelled():
             return
@@ -209,142 +232,156 @@ class WeightUpdates:
             self._on_wrong(error)
         elif isinstance(error, Exception):
             self._on_failed(worker, error)
-        elif error is None and self._behind(worker):
-            # The manifest changed after the task ended and before this callback: ``_begin`` still saw a load.
-            self._begin(worker)
+        elif error is None and self._is_stale(worker):
+            # The manifest changed between the end of the task and this callback, so ``_start_load`` still saw a load.
+            self._start_load(worker)
 
-    def _behind(self, worker: str) -> bool:
+    def _is_stale(self, worker: str) -> bool:
         return self._manifest is not None and self._versions[worker] < self._manifest.version
 
-    async def _bring_up(self, worker: str) -> None:
-        """Load versions until the worker has the newest, which may change meanwhile."""
-        while (manifest := self._manifest) is not None and self._behind(worker):
+    async def _catch_up(self, worker: str) -> None:
+        """Load versions until the worker has the newest, which may change during a load."""
+        while (manifest := self._manifest) is not None and self._is_stale(worker):
             try:
                 await self._load(worker, manifest)
             except RpcError as error:
                 if isinstance(error, RemoteError) and manifest is not self._manifest:
-                    continue  # it may have been withdrawn: the newest is what counts
+                    continue  # the old version may have been withdrawn: only a failure of the newest counts
                 _log.error("%s did not load version %d: %s", worker, manifest.version, error)
                 raise
             self._versions[worker] = manifest.version
-            if worker not in self._current and self._versions[worker] >= self._told:
+            if worker not in self._current and self._versions[worker] >= self._announced_version:
                 self._current.add(worker)
                 self._caller.list_services(worker, True)
-            self._tell()
-            self._watch_lag()
+            self._announce_version()
+            self._start_straggler_timer()
 
     async def _load(self, worker: str, manifest: WeightsManifest) -> None:
-        """Have a worker load a version. Raises RpcError, or WrongWeights where it holds others afterwards."""
+        """Have a worker load a version. Raises RpcError, or WrongWeights where it holds other weights afterwards."""
         timeout_s = self._timeout_s + staging_s(manifest.nbytes)
         answer = await ask(self._caller, worker, UPDATE_WEIGHTS, UpdateWeightsRequest(manifest), timeout_s=timeout_s)
         for name in ("weight_stage_ms", "weight_pause_ms", "weight_digest_ms"):
-            self.figures[name] = getattr(answer, name)
+            self.metrics[name] = getattr(answer, name)
         check_held(worker, manifest, answer, self._versions.get(worker, -1))
         if manifest.trial != TRIAL_CHANGE:
             self._record.held(worker, manifest, answer)
 
-    def _watch_lag(self) -> None:
-        """Give the others some time once one has the newest version."""
-        if self._lag is not None or not self._laggards():
+    def _start_straggler_timer(self) -> None:
+        """Start the time limit of the other workers once one has the newest version."""
+        if self._straggler_timer is not None or not self._stragglers():
             return
         loop = asyncio.get_running_loop()
-        self._lag = loop.call_later(max(self._lag_s, loop.time() - self._began), self._leave_behind)
+        delay_s = max(self._straggler_grace_s, loop.time() - self._load_started_at)
+        self._straggler_timer = loop.call_later(delay_s, self._drop_stragglers)
 
-    def _laggards(self) -> list[str]:
-        """Return the current workers that are behind; none where all are."""
-        behind = sorted(worker for worker in self._current if self._behind(worker))
+    def _stragglers(self) -> list[str]:
+        """Return the current workers without the newest version; [] if no current worker has it."""
+        behind = sorted(worker for worker in self._current if self._is_stale(worker))
         return behind if len(behind) < len(self._current) else []
 
-    def _leave_behind(self) -> None:
-        self._lag = None
-        for worker in self._laggards():
+    def _drop_stragglers(self) -> None:
+        self._straggler_timer = None
+        for worker in self._stragglers():
             _log.warning("%s is stale: others have version %d, and go on without it", worker, self.published)
             self._current.discard(worker)
             self._caller.list_services(worker, False)
-        if self._fewer is not None and not self._fewer.done():
-            self._fewer.set_result(None)
-        self._tell()
+        if self._stragglers_dropped is not None and not self._stragglers_dropped.done():
+            self._stragglers_dropped.set_result(None)
+        self._announce_version()
 
-    def _tell(self) -> None:
+    def _announce_version(self) -> None:
         lowest = min((self._versions[worker] for worker in self._current), default=-1)
-        if lowest > self._told:
-            self._told = lowest
+        if lowest > self._announced_version:
+            self._announced_version = lowest
             self._on_version(lowest)
 
 
 ATTEMPTS = 3
-"""So often is the test begun while every engine that takes part in it dies."""
-_LOOK_S = 0.1
+"""Attempts at the self-test. It is repeated while all generation workers that take part die."""
+_POLL_S = 0.1
 
 
 class SelfTest:
-    """Runs once the first version is loaded and nobody plays yet. ``timeout_s`` bounds each answer; ``warn`` is told of
-    what the test could not find out."""
+    """Self-test of weight updates, run once the first version is loaded and before any rollout starts.
+
+    The trainer publishes changed weights, then restores its own; probes sampled under each must differ, come back and
+    match the trainer's forward pass. ``timeout_s`` bounds each answer; ``warn(text)`` reports what could not be tested.
+    """
 
     def __init__(
         self, caller: RpcMaster, weights: WeightUpdates, *, timeout_s: float, warn: Callable[[str], None]
     ) -> None:
-        self._caller, self._weights, self._timeout_s, self._warn = caller, weights, timeout_s, warn
+        self._caller = caller
+        self._weights = weights
+        self._timeout_s = timeout_s
+        self._warn = warn
 
     async def run(self) -> list[str]:
-        """Return the engines that passed. Raises WrongWeights that names an engine and what it does wrong, or
-        RpcError."""
+        """Return the generation workers that passed.
+
+        Raises WrongWeights, which names a worker and its error, or RpcError.
+        """
         for _ in range(ATTEMPTS):
-            await self._somebody()
+            await self._wait_for_engine()
             if passed := await self._attempt():
                 return passed
         raise WrongWeights("no generation worker lived through the self-test of weight updates")
 
-    async def _somebody(self) -> None:
-        """Wait until every engine has loaded, or failed to, and there is one."""
+    async def _wait_for_engine(self) -> None:
+        """Wait until every worker has loaded or failed to, and at least one is current, or until ``timeout_s``."""
         deadline = process_clock.now() + self._timeout_s
-        await self._weights.loaded()
+        await self._weights.wait_for_all()
         while not self._weights.current and process_clock.now() < deadline:
-            await asyncio.sleep(_LOOK_S)
-            await self._weights.loaded()
+            await asyncio.sleep(_POLL_S)
+            await self._weights.wait_for_all()
 
     async def _attempt(self) -> list[str]:
         digest = self._weights.digest
-        old = await self._probes(last=False)
-        await self._weights.trial(TRIAL_CHANGE)
-        new = await self._probes(last=False)
-        workers = sorted(new)
-        answer = await self._weights.trial(TRIAL_RESTORE, [new[worker] for worker in workers])
+        before = await self._sample_probes(last=False)
+        await self._weights.publish_trial(TRIAL_CHANGE)
+        changed = await self._sample_probes(last=False)
+        workers = sorted(changed)
+        answer = await self._weights.publish_trial(TRIAL_RESTORE, [changed[worker] for worker in workers])
         if self._weights.digest != digest:
             raise WrongWeights(
                 f"the trainer's weights were changed for the self-test of weight updates and are not as before: digest "
                 f"{self._weights.digest}, it was {digest}"
             )
-        back = await self._probes(last=True)
+        restored = await self._sample_probes(last=True)
         scores = dict(zip(workers, zip(answer.changed, answer.restored, strict=True), strict=False))
-        tested = [worker for worker in workers if worker in old and worker in back]
+        tested = [worker for worker in workers if worker in before and worker in restored]
         for worker in tested:
-            self._judge(worker, old[worker], new[worker], back[worker], scores.get(worker))
+            self._check(worker, before[worker], changed[worker], restored[worker], scores.get(worker))
         return tested
 
-    async def _probes(self, *, last: bool) -> dict[str, Probe]:
+    async def _sample_probes(self, *, last: bool) -> dict[str, Probe]:
         names = sorted(self._weights.current)
         calls = (
             ask(self._caller, name, PROBE_WEIGHTS, ProbeRequest(last), timeout_s=self._timeout_s) for name in names
         )
         probes: dict[str, Probe] = {}
-        for name, found in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(found, WorkerDied):
-                _log.warning("%s died in the self-test of weight updates: %s", name, found)
-            elif isinstance(found, BaseException):
-                raise found
+        for name, outcome in zip(names, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if isinstance(outcome, WorkerDied):
+                _log.warning("%s died in the self-test of weight updates: %s", name, outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
             else:
-                probes[name] = found
+                probes[name] = outcome
         return probes
 
-    def _judge(
-        self, worker: str, old: Probe, new: Probe, back: Probe, scores: tuple[Sequence[float], Sequence[float]] | None
+    def _check(
+        self,
+        worker: str,
+        before: Probe,
+        changed: Probe,
+        restored: Probe,
+        scores: tuple[Sequence[float], Sequence[float]] | None,
     ) -> None:
-        if error := verdict(old, new, back, scores):
+        if error := verdict(before, changed, restored, scores):
             raise WrongWeights(f"{worker} failed the self-test of weight updates: {error}")
         if scores is None:
             self._warn(
                 f"the self-test of weight updates could not compare {worker} with the trainer's own forward pass"
             )
-        if back != old:
-            self._warn(f"{worker} is not exact: the same weights gave {back.logprobs}, before {old.logprobs}")
+        if restored != before:
+            self._warn(f"{worker} is not exact: the same weights gave {restored.logprobs}, before {before.logprobs}")

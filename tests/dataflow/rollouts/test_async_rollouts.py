@@ -46,11 +46,11 @@ class Scene:
 
     def join(self, info: Any) -> None:
         self.workers.roster[info.name] = info
-        self.rollouts.joined(info)
+        self.rollouts.worker_joined(info)
 
     def leave(self, name: str) -> None:
         del self.workers.roster[name]
-        self.rollouts.left(name, "killed")
+        self.rollouts.worker_left(name, "killed")
 
     async def play(self, worker: str, *, finish: bool = True) -> None:
         """One sample from its lease to the journal."""
@@ -59,7 +59,7 @@ class Scene:
             ref = [1, len(self.workers.payloads), 9]
             self.workers.payloads[ref[1]] = (lease.id, lease.attempt, meta_of(lease.id))
             arrival = Arrival(lease.id, lease.attempt, "w", ref, meta_of(lease.id))
-            assert await self.rollouts.control.arrived([arrival], TRAINER) == ["accepted"]
+            assert await self.rollouts.control.record_arrivals([arrival], TRAINER) == ["accepted"]
 
     async def train(self, step: int) -> list[str]:
         ids = [meta.ids[0] for meta in await self.rollouts.control.step_batch(step)]
@@ -210,7 +210,7 @@ async def test_a_worker_that_dies_when_it_is_told_to_play_is_no_failure(scene: S
 async def test_without_the_trainer_nothing_goes_on(scene: Scene) -> None:
     rollouts = await scene.open()
     await rollouts.start()
-    rollouts.left(TRAINER, "killed by SIGKILL")
+    rollouts.worker_left(TRAINER, "killed by SIGKILL")
     with pytest.raises(WorkerDied, match="killed by SIGKILL"):
         await rollouts.control.step_batch(0)
     with pytest.raises(WorkerDied):

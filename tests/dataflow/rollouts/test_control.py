@@ -15,7 +15,13 @@ from realhf.api.source import SampleResult
 from realhf.dataflow.journal.audit import audit_folder
 from realhf.dataflow.journal.journal import JournalError
 from realhf.dataflow.journal.ledger import RolloutLedger
-from realhf.dataflow.rollouts.control import MAX_IN_VAIN, RolloutControl, RolloutRules, RolloutService, RolloutsFailed
+from realhf.dataflow.rollouts.control import (
+    MAX_CONSECUTIVE_FAILURES,
+    RolloutControl,
+    RolloutRules,
+    RolloutService,
+    RolloutsFailed,
+)
 from realhf.dataflow.rollouts.sample_queue import SampleQueue, Task
 from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.transport.service import ServiceClient, ServiceError
@@ -79,7 +85,7 @@ async def test_capacity_bounds_what_is_given_and_new_weights_open_it(make: Any) 
     await asyncio.sleep(0)
     for given in list(control._open):
         entry = control._open[given]
-        await control.arrived([arrival(RolloutLease(given, entry.task.attempt, 0, 0, 1.0))], TRAINER)
+        await control.record_arrivals([arrival(RolloutLease(given, entry.task.attempt, 0, 0, 1.0))], TRAINER)
     (first,) = (await asyncio.wait_for(waiting, 60))[0]
     assert first.order == 3 and control.capacity == 0, "four samples are allowed at version 0 and staleness 1"
     control.set_version(1)
@@ -92,7 +98,7 @@ async def test_a_sample_carries_its_task_whatever_the_rollout_worker_says(make: 
     control = make(batch=1)
     (given,) = await lease(control)
     assert (given.metadata, given.version, given.attempt, given.order) == ({"task": 0}, 0, 0, 0)
-    assert await control.arrived([arrival(given)], TRAINER) == [ACCEPTED]
+    assert await control.record_arrivals([arrival(given)], TRAINER) == [ACCEPTED]
     (meta,) = await control.step_batch(0)
     assert meta.metadata == {"rollout": ["{}"], "task": [0]}
 
@@ -100,29 +106,29 @@ async def test_a_sample_carries_its_task_whatever_the_rollout_worker_says(make: 
 async def test_only_the_worker_and_the_attempt_that_hold_a_sample_can_end_it(make: Any) -> None:
     control = make()
     (given,) = await lease(control)
-    control.rejected(W1, given.id, given.attempt, "env_error", "not mine")
-    control.rejected(W0, given.id, given.attempt + 1, "env_error", "not this one")
-    control.rejected(W0, "nobody", 0, "env_error", "unknown")
+    control.record_failure(W1, given.id, given.attempt, "env_error", "not mine")
+    control.record_failure(W0, given.id, given.attempt + 1, "env_error", "not this one")
+    control.record_failure(W0, "nobody", 0, "env_error", "unknown")
     assert control.staleness.running == 1
-    control.rejected(W0, given.id, given.attempt, "env_error", "gone")
+    control.record_failure(W0, given.id, given.attempt, "env_error", "gone")
     assert control.staleness.running == 0
     (again,) = await lease(control, worker=W1)
     assert (again.id, again.attempt, again.order) == (given.id, 1, given.order)
-    assert await control.arrived([arrival(given)], TRAINER) == [REFUSED], "the first attempt comes too late"
-    assert await control.arrived([arrival(again), arrival(again)], TRAINER) == [ACCEPTED, DUPLICATE]
+    assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], "the first attempt comes too late"
+    assert await control.record_arrivals([arrival(again), arrival(again)], TRAINER) == [ACCEPTED, DUPLICATE]
     assert control.refused == 1
 
 
 async def test_an_attempt_counts_once_whichever_receivers_it_came_to(make: Any) -> None:
     control = make(batch=1)
     (given,) = await lease(control)
-    assert await control.arrived([arrival(given)], "model_worker/1") == [ACCEPTED]
-    assert await control.arrived([arrival(given)], TRAINER) == [REFUSED], "its tensors are with the other one"
-    assert await control.arrived([arrival(given)], "model_worker/1") == [DUPLICATE]
-    assert control.holders.by_worker([given.id]) == {"model_worker/1": [given.id]}
+    assert await control.record_arrivals([arrival(given)], "model_worker/1") == [ACCEPTED]
+    assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], "its tensors are with the other one"
+    assert await control.record_arrivals([arrival(given)], "model_worker/1") == [DUPLICATE]
+    assert control.locations.by_worker([given.id]) == {"model_worker/1": [given.id]}
     await control.step_batch(0)
     control.record([SampleResult(given.id)])
-    assert await control.arrived([arrival(given)], TRAINER) == [REFUSED], "also after it was trained"
+    assert await control.record_arrivals([arrival(given)], TRAINER) == [REFUSED], "also after it was trained"
     assert (control.staleness.accepted, control.refused) == (1, 2)
 
 
@@ -134,7 +140,7 @@ async def test_deaths_are_no_failures_but_failures_are_counted(make: Any) -> Non
         control.worker_joined(W0)
         (given,) = await lease(control)
         assert given.attempt == attempt + 1
-    control.rejected(W0, given.id, given.attempt, "env_error", "once")
+    control.record_failure(W0, given.id, given.attempt, "env_error", "once")
     (given,) = await lease(control)
     control._open[given.id].expires = 0.0
     control.expire()
@@ -155,7 +161,7 @@ async def test_a_sample_that_kills_whoever_plays_it_is_given_up_aloud_and_those_
                 control.worker_joined(worker)
                 continue
             for given in leases:
-                assert await control.arrived([arrival(given)], TRAINER) == [ACCEPTED]
+                assert await control.record_arrivals([arrival(given)], TRAINER) == [ACCEPTED]
                 played.add(given.id)
     assert deaths == 3 and control.given_up == 1 and played == {f"s{i}" for i in range(1, 9)}
     (text,) = control.warned
@@ -172,7 +178,7 @@ async def test_samples_that_the_next_death_would_end_are_not_played_together(mak
     assert [given.id for given in await lease(control, 3, W1)] == ["s0", "s3", "s4"]
     assert [given.id for given in await lease(control, 2)] == ["s1", "s5"]
     assert [given.id for given in await lease(control, 2, W1)] == ["s6", "s7"], "not s2, as it has s0"
-    control.rejected(W1, "s0", 2, "env_error", "gone")
+    control.record_failure(W1, "s0", 2, "env_error", "gone")
     assert [given.id for given in await lease(control, 2, W1)] == ["s0", "s8"], "a failure is no death"
 
 
@@ -205,10 +211,10 @@ async def test_waiters_end_when_the_run_holds_or_fails(make: Any) -> None:
         assert await asyncio.wait_for(waiting, 60) == STOP
     control.paused = False
     control.worker_joined(W1)
-    await control.arrived([arrival(given)], TRAINER)
+    await control.record_arrivals([arrival(given)], TRAINER)
     assert control.complete
     assert await control.allocate(W1, 1, 0.0) == AGAIN, "an evaluation may follow"
-    stopping = asyncio.create_task(control.stopped())
+    stopping = asyncio.create_task(control.wait_until_stopped())
     assert len(await control.step_batch(0)) == 1
     assert await asyncio.wait_for(control.step_batch(1), 60) == []
     control.worker_left(W0, "it stopped")
@@ -223,7 +229,7 @@ async def test_waiters_end_when_the_run_holds_or_fails(make: Any) -> None:
 async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_it(make: Any) -> None:
     control = make(batch=4, total=100, limit=5, concurrent=4)
     for given in await lease(control, 4):
-        await control.arrived([arrival(given)], TRAINER)
+        await control.record_arrivals([arrival(given)], TRAINER)
     (last,) = await lease(control, 4)
     assert len(await control.step_batch(0)) == 4
     rest = asyncio.create_task(control.step_batch(1))
@@ -232,7 +238,7 @@ async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_
     await asyncio.sleep(0)
     assert not rest.done(), "one is still to be played"
     (last,) = await lease(control, 4, W1)
-    await control.arrived([arrival(last)], TRAINER)
+    await control.record_arrivals([arrival(last)], TRAINER)
     assert [meta.ids[0] for meta in await asyncio.wait_for(rest, 60)] == [last.id]
     assert await asyncio.wait_for(control.step_batch(2), 60) == []
 
@@ -240,7 +246,7 @@ async def test_a_source_that_ends_gives_a_last_step_batch_and_everything_before_
 async def test_the_end_of_the_source_is_told_to_who_waits_for_samples(make: Any) -> None:
     control = make(batch=2, total=100, limit=2)
     for given in await lease(control, 2):
-        await control.arrived([arrival(given)], TRAINER)
+        await control.record_arrivals([arrival(given)], TRAINER)
     assert len(await control.step_batch(0)) == 2
     rest = asyncio.create_task(control.step_batch(1))
     await asyncio.sleep(0)
@@ -254,29 +260,29 @@ async def test_the_end_of_the_source_is_told_to_who_waits_for_samples(make: Any)
 async def test_drawn_items_that_wait_for_capacity_are_not_the_end(make: Any) -> None:
     control = make(batch=3, eta=0, total=100, limit=5, concurrent=3)
     for given in await lease(control, 3):
-        await control.arrived([arrival(given)], TRAINER)
+        await control.record_arrivals([arrival(given)], TRAINER)
     assert len(await control.step_batch(0)) == 3
     control.set_version(1)
     (given,) = await lease(control, 1)
-    await control.arrived([arrival(given)], TRAINER)
+    await control.record_arrivals([arrival(given)], TRAINER)
     rest = asyncio.create_task(control.step_batch(1))
     await asyncio.sleep(0)
     assert not rest.done(), "the other drawn item has not been played"
     (given,) = await lease(control, 1)
-    await control.arrived([arrival(given)], TRAINER)
+    await control.record_arrivals([arrival(given)], TRAINER)
     assert len(await asyncio.wait_for(rest, 60)) == 2
 
 
 async def test_stale_samples_are_dropped_and_their_room_is_given_away_at_once(make: Any) -> None:
     control = make(batch=2, eta=0, total=100, drop=True)
     slow, fast = await lease(control, 2)
-    await control.arrived([arrival(fast)], TRAINER)
+    await control.record_arrivals([arrival(fast)], TRAINER)
     control.set_version(1)
     (third,) = await lease(control, 1)
-    await control.arrived([arrival(third)], TRAINER)
+    await control.record_arrivals([arrival(third)], TRAINER)
     assert len(await control.step_batch(0)) == 2
     control.record([SampleResult(fast.id), SampleResult(third.id)])
-    await control.arrived([arrival(slow)], TRAINER)
+    await control.record_arrivals([arrival(slow)], TRAINER)
     more = await lease(control, 8)
     waiting = asyncio.create_task(control.allocate(W1, 8, 60.0))
     await asyncio.sleep(0)
@@ -296,7 +302,8 @@ async def test_samples_without_signal_give_way_up_to_a_bound(make: Any) -> None:
         """Ids of those that the trainer keeps."""
         given = await lease(control, count)
         answers = [
-            (await control.arrived([arrival(g, rewards=r)], TRAINER))[0] for g, r in zip(given, rewards, strict=True)
+            (await control.record_arrivals([arrival(g, rewards=r)], TRAINER))[0]
+            for g, r in zip(given, rewards, strict=True)
         ]
         assert {*answers} <= {ACCEPTED, REFUSED}
         return [one.id for one, answer in zip(given, answers, strict=True) if answer == ACCEPTED]
@@ -306,7 +313,7 @@ async def test_samples_without_signal_give_way_up_to_a_bound(make: Any) -> None:
     assert source.told == ["s0"] and control.staleness.accepted == 1 and control.refused == 0
     assert await play(1, "[null, 0.5]") == []
     again = RolloutLease("s2", 0, 0, 0, 1.0)
-    assert await control.arrived([arrival(again, rewards="[null, 0.5]")], TRAINER) == [REFUSED]
+    assert await control.record_arrivals([arrival(again, rewards="[null, 0.5]")], TRAINER) == [REFUSED]
     assert await play(1, "[0.0, 0.0]") == ["s3"], "the bound is reached"
     assert [meta.ids[0] for meta in await control.step_batch(0)] == ["s1", "s3"]
     control.record([SampleResult("s1", rewards=[1.0, 0.0]), SampleResult("s3", rewards=[0.0, 0.0])])
@@ -330,19 +337,19 @@ async def test_the_bound_on_what_gives_way_outlives_the_process(make: Any) -> No
     """A run that was killed used to begin the count anew, and with it the play that a step may cost."""
     control = make(batch=2, eta=0, total=4, max_flat=1)
     (given,) = await lease(control)
-    assert await control.arrived([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [REFUSED]
+    assert await control.record_arrivals([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [REFUSED]
     control._ledger.close()
     again = make(batch=2, eta=0, total=4, max_flat=1)
     again._queue.load_state(again._ledger.state.draw, [])
     again.restore([], {}, {}, 1)
     (given,) = await lease(again)
-    assert await again.arrived([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [ACCEPTED]
+    assert await again.record_arrivals([arrival(given, rewards="[1.0, 1.0]")], TRAINER) == [ACCEPTED]
 
 
 async def test_the_first_failure_ends_a_run_that_wants_it_so_and_too_many_end_any(make: Any) -> None:
     control = make(fail_fast=True)
     (given,) = await lease(control)
-    control.rejected(W0, given.id, 0, "env_error", "no server")
+    control.record_failure(W0, given.id, 0, "env_error", "no server")
     with pytest.raises(RolloutsFailed, match=f"sample {given.id}: env_error: no server"):
         await control.step_batch(0)
     assert await control.allocate(W0, 1, 60.0) == STOP
@@ -350,9 +357,9 @@ async def test_the_first_failure_ends_a_run_that_wants_it_so_and_too_many_end_an
 
 async def test_a_run_in_which_nothing_works_ends(make: Any) -> None:
     control = make(total=1000)
-    for _ in range(2 * MAX_IN_VAIN):
+    for _ in range(2 * MAX_CONSECUTIVE_FAILURES):
         (given,) = await lease(control)
-        control.rejected(W0, given.id, given.attempt, "env_error", "no server")
+        control.record_failure(W0, given.id, given.attempt, "env_error", "no server")
     with pytest.raises(RolloutsFailed, match="no server"):
         await control.step_batch(0)
 
@@ -362,7 +369,7 @@ async def test_a_journal_that_cannot_be_written_is_not_ignored(make: Any) -> Non
     (given,) = await lease(control)
     control._ledger._journal._failure = OSError("disk full")
     with pytest.raises(JournalError):
-        await control.arrived([arrival(given)], TRAINER)
+        await control.record_arrivals([arrival(given)], TRAINER)
     control._ledger._journal._failure = None
 
 

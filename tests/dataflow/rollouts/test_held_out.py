@@ -15,7 +15,13 @@ from realhf.api.evaluation import EpisodeResult
 from realhf.api.experiment import EvaluationSpec, HeldOutOptions
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
 from realhf.dataflow.rollouts.control import RolloutsFailed
-from realhf.dataflow.rollouts.held_out import ATTEMPTS, LATE_S, MAX_ATTEMPTS, EvaluationBoard, EvaluationFailed
+from realhf.dataflow.rollouts.held_out import ATTEMPTS
+from realhf.dataflow.rollouts.rollout_state import (
+    EVALUATION_GRACE_S,
+    MAX_SHARE_ATTEMPTS,
+    EvaluationFailed,
+    EvaluationQueue,
+)
 from tests.dataflow.rollouts.test_async_rollouts import W0, Scene, breathe
 
 WANTED = EvaluationSpec("actor", "x", {}, HeldOutOptions("heldout", 2, 1, 10).to_args())
@@ -39,7 +45,7 @@ async def shares_of(rollouts: AsyncRollouts, *, lost: tuple[int, ...] = ()) -> l
                 error = "the generation worker died" if part.version in lost else ""
                 results = [] if error else [EpisodeResult("easy", True, part.greedy, 1.0, 1)]
                 request = EvaluatedRequest(part.evaluation, part.part, part.greedy, results, error)
-                rollouts.control.evaluated(W0, request)
+                rollouts.control.record_evaluation(W0, request)
             played += [part for part in parts if part.version not in lost]
             await breathe()
     return played
@@ -54,7 +60,7 @@ async def test_training_goes_on_and_the_report_says_whose_weights_they_were(scen
     await breathe()
     assert rollouts.control.staleness.version == 1, "the next version does not wait"
     played = await shares_of(rollouts)
-    await asyncio.wait_for(rollouts.evaluated(), 60)
+    await asyncio.wait_for(rollouts.wait_for_evaluation(), 60)
     assert {(part.version, tuple(part.engines)) for part in played} == {(0, ("generation/0",))}
     assert {part.episodes_per_task for part in played if part.greedy} == {1}
     (report,) = reports
@@ -89,7 +95,7 @@ async def test_the_next_evaluation_waits_for_the_one_in_play(scene: Scene) -> No
     await shares_of(rollouts)
     await asyncio.wait_for(second, 60)
     await shares_of(rollouts)
-    await asyncio.wait_for(rollouts.evaluated(), 60)
+    await asyncio.wait_for(rollouts.wait_for_evaluation(), 60)
     assert len(reports) == 2
 
 
@@ -102,13 +108,13 @@ async def test_weights_that_are_lost_are_replaced_by_those_of_now_and_at_last_it
     await rollouts.publish(1)
     await breathe()
     played = await shares_of(rollouts, lost=(0,))
-    await asyncio.wait_for(rollouts.evaluated(), 60)
+    await asyncio.wait_for(rollouts.wait_for_evaluation(), 60)
     assert {part.version for part in played} == {1} and reports[0]["greedy"]["overall"]["version"] == 1
     assert "before training failed with the weights of version 0" in warned[0]
 
     await rollouts.evaluate(1, WANTED, reports.append)
     await shares_of(rollouts, lost=(1,))
-    await asyncio.wait_for(rollouts.evaluated(), 60)
+    await asyncio.wait_for(rollouts.wait_for_evaluation(), 60)
     assert len(reports) == 1 and f"given up after {ATTEMPTS} attempts" in warned[-1]
 
 
@@ -119,7 +125,7 @@ async def test_an_evaluation_does_not_outlive_what_ends_the_run(scene: Scene) ->
     await rollouts.evaluate(0, WANTED, lambda report: None)
     rollouts.control.fail(RolloutsFailed("the disk is full"))
     with pytest.raises(RolloutsFailed, match="the disk is full"):
-        await asyncio.wait_for(rollouts.evaluated(), 60)
+        await asyncio.wait_for(rollouts.wait_for_evaluation(), 60)
 
 
 @pytest.mark.parametrize("what", ["publish", "evaluate"])
@@ -163,77 +169,77 @@ def answer(part: EvaluationPart, *, success: bool = True, error: str = "") -> Ev
     return EvaluatedRequest(part.evaluation, part.part, part.greedy, [] if error else results, error)
 
 
-async def begun(board: EvaluationBoard, parts: list[EvaluationPart]) -> asyncio.Task[dict[bool, list[EpisodeResult]]]:
-    playing = asyncio.create_task(board.play(parts))
+async def begun(queue: EvaluationQueue, parts: list[EvaluationPart]) -> asyncio.Task[dict[bool, list[EpisodeResult]]]:
+    playing = asyncio.create_task(queue.play(parts))
     await asyncio.sleep(0)
     return playing
 
 
 async def test_all_shares_come_together_in_their_order_whatever_the_order_of_the_answers() -> None:
-    board = EvaluationBoard(8)
-    playing = await begun(board, shares(3))
-    taken = board.take(A, 4, alone=False) + board.take(B, 9, alone=False)
-    assert len(taken) == 6 and not board.waiting
+    queue = EvaluationQueue(8)
+    playing = await begun(queue, shares(3))
+    taken = queue.take(A, 4, alone=False) + queue.take(B, 9, alone=False)
+    assert len(taken) == 6 and not queue.waiting
     for part in reversed(taken):
         owner = A if taken.index(part) < 4 else B
-        board.evaluated(owner, answer(part, success=part.greedy))
+        queue.record(owner, answer(part, success=part.greedy))
     results = await asyncio.wait_for(playing, 60)
     assert [result.group for result in results[False]] == ["part 0", "part 1", "part 2"]
     assert [result.achieved for result in results[True]] == [True] * 3
-    assert board.take(A, 9, alone=True) == []
+    assert queue.take(A, 9, alone=True) == []
 
 
 async def test_samples_keep_their_share_of_the_players_while_there_are_samples() -> None:
-    board = EvaluationBoard(2)
-    playing = await begun(board, shares(4))
-    assert len(board.take(A, 8, alone=False)) == 2 and board.take(B, 8, alone=False) == []
-    assert len(board.take(B, 8, alone=True)) == 6
+    queue = EvaluationQueue(2)
+    playing = await begun(queue, shares(4))
+    assert len(queue.take(A, 8, alone=False)) == 2 and queue.take(B, 8, alone=False) == []
+    assert len(queue.take(B, 8, alone=True)) == 6
     playing.cancel()
 
 
 async def test_what_a_dead_worker_had_is_played_by_another_and_its_own_answer_comes_too_late() -> None:
-    board = EvaluationBoard(8)
-    playing = await begun(board, shares(1))
-    lost = board.take(A, 8, alone=True)
-    board.worker_left(A, "killed by SIGKILL")
-    again = board.take(B, 8, alone=True)
+    queue = EvaluationQueue(8)
+    playing = await begun(queue, shares(1))
+    lost = queue.take(A, 8, alone=True)
+    queue.worker_left(A, "killed by SIGKILL")
+    again = queue.take(B, 8, alone=True)
     assert again == lost
-    board.evaluated(A, answer(lost[0]))
+    queue.record(A, answer(lost[0]))
     assert not playing.done()
     for part in again:
-        board.evaluated(B, answer(part))
-        board.evaluated(B, answer(part))
+        queue.record(B, answer(part))
+        queue.record(B, answer(part))
     assert set(await asyncio.wait_for(playing, 60)) == {False, True}
 
 
 async def test_a_share_that_nobody_can_play_ends_the_evaluation_with_the_reason() -> None:
-    board = EvaluationBoard(8)
-    playing = await begun(board, shares(1))
-    for _ in range(MAX_ATTEMPTS):
-        (part,) = [part for part in board.take(A, 8, alone=True) if not part.greedy] or [None]
+    queue = EvaluationQueue(8)
+    playing = await begun(queue, shares(1))
+    for _ in range(MAX_SHARE_ATTEMPTS):
+        (part,) = [part for part in queue.take(A, 8, alone=True) if not part.greedy] or [None]
         assert part is not None
-        board.evaluated(A, answer(part, error="no engine"))
+        queue.record(A, answer(part, error="no engine"))
     with pytest.raises(EvaluationFailed, match="no engine"):
         await asyncio.wait_for(playing, 60)
-    assert board.take(A, 8, alone=True) == [] and not board.waiting
-    assert set(await asyncio.wait_for(_played(board), 60)) == {False, True}, "the next one is played"
+    assert queue.take(A, 8, alone=True) == [] and not queue.waiting
+    assert set(await asyncio.wait_for(_played(queue), 60)) == {False, True}, "the next one is played"
 
 
-async def _played(board: EvaluationBoard) -> dict[bool, list[EpisodeResult]]:
-    playing = await begun(board, shares(1))
-    for part in board.take(B, 8, alone=True):
-        board.evaluated(B, answer(part))
+async def _played(queue: EvaluationQueue) -> dict[bool, list[EpisodeResult]]:
+    playing = await begun(queue, shares(1))
+    for part in queue.take(B, 8, alone=True):
+        queue.record(B, answer(part))
     return await playing
 
 
 async def test_a_share_without_an_answer_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = EvaluationBoard(8)
-    playing = await begun(board, shares(1, deadline_s=-LATE_S - 1))
-    first = board.take(A, 8, alone=True)
-    board.expire()
-    assert sorted(part.greedy for part in board.take(B, 8, alone=True)) == sorted(part.greedy for part in first)
+    queue = EvaluationQueue(8)
+    playing = await begun(queue, shares(1, deadline_s=-EVALUATION_GRACE_S - 1))
+    first = queue.take(A, 8, alone=True)
+    queue.expire()
+    assert sorted(part.greedy for part in queue.take(B, 8, alone=True)) == sorted(part.greedy for part in first)
     playing.cancel()
 
 
 async def test_an_evaluation_of_nothing_is_over_at_once() -> None:
-    assert await asyncio.wait_for(EvaluationBoard(1).play([]), 60) == {}
+    assert await asyncio.wait_for(EvaluationQueue(1).play([]), 60) == {}

@@ -19,7 +19,7 @@ from realhf.api.sample import SequenceSample
 from realhf.data.stream_dataset import StreamHost
 from realhf.dataflow.journal.audit import audit_folder
 from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts
-from realhf.dataflow.rollouts.stream_loader import share_out
+from realhf.dataflow.rollouts.stream_loader import split_by_bytes
 from realhf.transport.codec import encode_sample
 from realhf.transport.push_stream import StreamFailed, StreamProducer
 from realhf.transport.tensor_store import TensorStore
@@ -143,7 +143,7 @@ class Life:
     def _check(self) -> None:
         """Every sample is in one store, which the master knows, and can be read again."""
         ids = list(self.control._staged)
-        held = self.control.holders.by_worker(ids)
+        held = self.control.locations.by_worker(ids)
         for name, store in self.ranks.stores.items():
             mine = held.get(name, [])
             assert sorted(sample_id for sample_id in ids if store.has(sample_id, KEY)) == sorted(mine)
@@ -169,7 +169,7 @@ async def test_a_sample_that_goes_to_several_receivers_counts_once_whoever_dies(
 
 def test_payloads_are_read_by_the_rank_that_logged_them_unless_these_were_fewer() -> None:
     refs = [[0, 0, 10], [0, 10, 10], [0, 0, 10, 1], [0, 10, 10, 1]]
-    assert share_out(refs, 2) == [[0, 1], [2, 3]]
-    assert share_out(refs, 1) == [[0, 1, 2, 3]]
-    assert sorted(map(len, share_out(refs, 4))) == [1, 1, 1, 1]
-    assert share_out([], 3) == [[], [], []]
+    assert split_by_bytes(refs, 2) == [[0, 1], [2, 3]]
+    assert split_by_bytes(refs, 1) == [[0, 1, 2, 3]]
+    assert sorted(map(len, split_by_bytes(refs, 4))) == [1, 1, 1, 1]
+    assert split_by_bytes([], 3) == [[], [], []]

@@ -296,7 +296,7 @@ LONG_S = 60.0
 
 async def waiting(pending: PendingRequests, *workers: str) -> list[asyncio.Task[bool]]:
     """Requests of these workers, in this order."""
-    tasks = [asyncio.create_task(pending.turn(worker, LONG_S)) for worker in workers]
+    tasks = [asyncio.create_task(pending.wait_turn(worker, LONG_S)) for worker in workers]
     await asyncio.sleep(0)
     return tasks
 
@@ -339,8 +339,8 @@ async def test_one_that_waits_no_longer_costs_nobody_a_turn() -> None:
 
 async def test_a_wait_is_bounded() -> None:
     pending = PendingRequests()
-    assert not await pending.turn("a", 0.0)
-    assert not await pending.turn("a", 0.001)
+    assert not await pending.wait_turn("a", 0.0)
+    assert not await pending.wait_turn("a", 0.001)
     assert len(pending) == 0
 
 

@@ -71,10 +71,10 @@ async def test_the_next_step_batch_is_asked_for_when_a_step_is_finished() -> Non
     assert storage.ids() == ["s10", "s11"]
     owners = [storage.owners(sample_id, "packed_input_ids") for sample_id in storage.ids()]
     assert owners == [("model_worker/0",), ("model_worker/1",)]
-    loader.finished(5)
+    loader.step_finished(5)
     await breathe()
     assert source.asked == [5, 6] and storage.ids()[-2:] == ["s12", "s13"] and len(buffer) == 4
-    loader.finished(6)
+    loader.step_finished(6)
     await asyncio.wait_for(running, 60)
     assert source.asked == [5, 6, 7]
 
@@ -103,7 +103,7 @@ async def test_a_last_step_of_fewer_samples_is_trained_at_once(tmp_path: Path) -
                 assert list(lease.ids) == ids
                 buffer.amend_batch(lease, None)
             rollouts.control.record([SampleResult(sample_id) for sample_id in ids])
-            loader.finished(step)
+            loader.step_finished(step)
         await running
         with pytest.raises(EndOfData):
             await buffer.get_batch_for_rpc("train", 2)

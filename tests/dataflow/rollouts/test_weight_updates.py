@@ -73,7 +73,7 @@ def gone(version: int) -> RemoteError:
 
 
 class Scene:
-    def __init__(self, folder: Path, lag_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, straggler_grace_s: float = 60.0) -> None:
         self.caller, self.told = FakeCaller(), []
         self.wrong: list[WrongWeights] = []
         self.warned: list[str] = []
@@ -87,7 +87,7 @@ class Scene:
             on_wrong=self.wrong.append,
             record=WeightRecord(folder, self.warned.append),
             timeout_s=60,
-            lag_s=lag_s,
+            straggler_grace_s=straggler_grace_s,
         )
 
     def stale(self) -> set[str]:
@@ -101,8 +101,8 @@ async def scene(tmp_path: Path) -> Scene:
 
 
 async def test_the_lowest_version_of_all_workers_counts(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/0")
+    scene.updates.worker_joined("generation/1")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
     await scene.caller.loaded("generation/1")
@@ -111,11 +111,11 @@ async def test_the_lowest_version_of_all_workers_counts(scene: Scene) -> None:
     await scene.caller.loaded("generation/0")
     assert scene.updates.versions == {"generation/0": 1, "generation/1": 0} and scene.told[-1] == 0
     await scene.caller.loaded("generation/1")
-    assert scene.told[-1] == 1 and scene.updates.figures["weight_pause_ms"] == 2.0
+    assert scene.told[-1] == 1 and scene.updates.metrics["weight_pause_ms"] == 2.0
 
 
 async def test_one_version_at_a_time(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     publishing = asyncio.create_task(scene.updates.publish(1))
     for _ in range(5):
@@ -124,26 +124,26 @@ async def test_one_version_at_a_time(scene: Scene) -> None:
     assert await scene.caller.loaded("generation/0") == 0
     await publishing
     assert await scene.caller.loaded("generation/0") == 1
-    await asyncio.wait_for(scene.updates.settled(), 60)
+    await asyncio.wait_for(scene.updates.wait_for_current(), 60)
 
 
 async def test_who_joins_late_gets_the_last_version_and_holds_nobody_up_before(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/1")
     assert scene.updates.versions["generation/1"] == -1 and await scene.caller.loaded("generation/1") == 0
     assert scene.told == [0] and scene.updates.current == scene.caller.listed == {"generation/0", "generation/1"}
 
 
 async def test_who_joins_during_an_update_is_listed_when_it_has_what_admission_counts(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
     scene.caller.held = asyncio.get_running_loop().create_future()
     publishing = asyncio.create_task(scene.updates.publish(1))
     await asyncio.sleep(0)
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/1")
     scene.caller.held.set_result(scene.caller.answer)
     await asyncio.wait_for(publishing, 60)
     await scene.caller.loaded("generation/0")
@@ -155,19 +155,19 @@ async def test_who_joins_during_an_update_is_listed_when_it_has_what_admission_c
 
 
 async def test_one_that_joins_and_hangs_holds_up_nobody(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/1")
     await asyncio.wait_for(scene.updates.publish(1), 60)
     assert await scene.caller.loaded("generation/0") == 1 and scene.told == [0, 1]
 
 
 async def test_who_ends_a_load_in_the_moment_of_the_next_manifest_loads_that_too(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/1")
     await asyncio.sleep(0)
     scene.caller.held = asyncio.get_running_loop().create_future()
     publishing = asyncio.create_task(scene.updates.publish(1))
@@ -186,24 +186,24 @@ async def test_who_ends_a_load_in_the_moment_of_the_next_manifest_loads_that_too
 
 
 async def test_the_failure_of_one_that_died_is_not_held_against_its_successor(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await asyncio.sleep(0)
     scene.caller.open.pop()[2].set_exception(WorkerDied("generation/0", "killed"))
     while not all(task.done() for task in scene.updates._loading.values()):
         await asyncio.sleep(0)
     assert scene.failed == []
-    scene.updates.left("generation/0")
-    scene.updates.joined("generation/0")
+    scene.updates.worker_left("generation/0")
+    scene.updates.worker_joined("generation/0")
     assert await scene.caller.loaded("generation/0") == 0
     assert scene.failed == [] and scene.updates.current == {"generation/0"}
 
 
 async def test_one_that_joins_and_does_not_load_within_the_deadline_is_reported(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/1")
     await asyncio.sleep(0)
     await scene.updates.publish(1)
     await scene.caller.loaded("generation/0")
@@ -213,10 +213,10 @@ async def test_one_that_joins_and_does_not_load_within_the_deadline_is_reported(
 
 
 async def test_a_version_that_was_withdrawn_while_it_was_loaded_is_no_failure(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/1")
     await asyncio.sleep(0)
     await scene.updates.publish(1)
     assert await scene.caller.loaded("generation/1", gone(0)) == 0
@@ -224,28 +224,28 @@ async def test_a_version_that_was_withdrawn_while_it_was_loaded_is_no_failure(sc
 
 
 async def test_a_worker_that_dies_while_it_loads_is_no_failure_and_frees_the_others(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/0")
+    scene.updates.worker_joined("generation/1")
     await scene.updates.publish(3)
     await scene.caller.loaded("generation/0")
     assert scene.told == [3]
     loading = scene.caller.open[0][2]
     loading.set_exception(WorkerDied("generation/1", "killed"))
-    scene.updates.left("generation/1")
-    await asyncio.wait_for(scene.updates.settled(), 60)
+    scene.updates.worker_left("generation/1")
+    await asyncio.wait_for(scene.updates.wait_for_current(), 60)
     assert scene.failed == [] and scene.told[-1] == 3 and list(scene.updates.versions) == ["generation/0"]
     scene.caller.open.clear()
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/1")
     assert await scene.caller.loaded("generation/1") == 3, "its successor gets the version that it lacks"
 
 
 @pytest.mark.parametrize("error", [RpcTimeout("too late"), RpcError("a wrong checksum")])
 async def test_a_worker_that_cannot_load_is_reported(scene: Scene, error: RpcError) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0", error)
     assert scene.failed == ["generation/0"] and scene.told == []
-    await asyncio.wait_for(scene.updates.settled(), 60)
+    await asyncio.wait_for(scene.updates.wait_for_current(), 60)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -257,7 +257,7 @@ async def until(condition: Callable[[], Any]) -> None:
 async def one_publication_ahead_of_two(scene: Scene) -> None:
     """Two workers hold version 0, and version 1 is published."""
     for worker in ("generation/0", "generation/1"):
-        scene.updates.joined(worker)
+        scene.updates.worker_joined(worker)
     await scene.updates.publish(0)
     for worker in ("generation/0", "generation/1"):
         await scene.caller.loaded(worker)
@@ -266,7 +266,7 @@ async def one_publication_ahead_of_two(scene: Scene) -> None:
 
 async def test_one_that_takes_much_longer_than_another_is_stale_and_holds_up_nobody(tmp_path: Path) -> None:
     """Samples are admitted under the version that the others have, and the next one is published meanwhile."""
-    scene = Scene(tmp_path, lag_s=0.0)
+    scene = Scene(tmp_path, straggler_grace_s=0.0)
     await one_publication_ahead_of_two(scene)
     assert await scene.caller.loaded("generation/0") == 1
     await until(scene.stale)
@@ -280,7 +280,7 @@ async def test_one_that_takes_much_longer_than_another_is_stale_and_holds_up_nob
 
 
 async def test_a_publication_that_waits_for_one_goes_on_when_that_one_is_stale(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, lag_s=0.05)
+    scene = Scene(tmp_path, straggler_grace_s=0.05)
     await one_publication_ahead_of_two(scene)
     publishing = asyncio.create_task(scene.updates.publish(2))
     assert await scene.caller.loaded("generation/0") == 1
@@ -289,11 +289,11 @@ async def test_a_publication_that_waits_for_one_goes_on_when_that_one_is_stale(t
 
 
 async def test_where_all_are_slow_nobody_is_stale(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, lag_s=0.0)
-    scene.updates.joined("generation/0")
+    scene = Scene(tmp_path, straggler_grace_s=0.0)
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await scene.caller.loaded("generation/0")
-    scene.updates.joined("generation/1")
+    scene.updates.worker_joined("generation/1")
     await scene.caller.loaded("generation/1")
     await scene.updates.publish(1)
     for _ in range(20):
@@ -302,7 +302,7 @@ async def test_where_all_are_slow_nobody_is_stale(tmp_path: Path) -> None:
 
 
 async def test_an_engine_that_holds_other_weights_ends_the_run_and_is_not_just_replaced(scene: Scene) -> None:
-    scene.updates.joined("generation/0")
+    scene.updates.worker_joined("generation/0")
     await scene.updates.publish(0)
     await asyncio.sleep(0)
     changed = [["model.norm.weight", "d-1", "d-2"]]

@@ -99,7 +99,7 @@ class FleetRun:
     def __init__(self, folder: Path, random: Random, *, gated: bool) -> None:
         self.random, self.gated, self.folder = random, gated, folder
         self.batch, self.eta, self.steps = random.randint(1, 3), random.randint(0, 3), random.randint(3, 5)
-        self.fleet = FakeFleet(lambda name: self.rollouts.left(name, "killed"))
+        self.fleet = FakeFleet(lambda name: self.rollouts.worker_left(name, "killed"))
         self.view: list[Engine] = []
         self.playing: list[Sample] = []
         self.finished: dict[str, list[int]] = {}
@@ -160,7 +160,7 @@ class FleetRun:
             index = next(i for i in range(4) if f"generation/{i}" not in taken)
             info = worker_info("generation", index, pid=self.born, generation=f"tcp://{self.born}")
             self.fleet.add(info)
-            self.rollouts.joined(info)
+            self.rollouts.worker_joined(info)
             self.fleet.publish()
 
     def _leave(self) -> None:
@@ -228,7 +228,7 @@ class FleetRun:
             self.playing.remove(sample)
             self.finished[sample.lease.id] = sample.versions
             arrival = Arrival(sample.lease.id, sample.lease.attempt, TRAINER, [1, 0, 9], meta_of(sample.lease.id))
-            assert await self.control.arrived([arrival], TRAINER) == [ACCEPTED]
+            assert await self.control.record_arrivals([arrival], TRAINER) == [ACCEPTED]
 
     async def _train(self) -> None:
         if self.after is not None and self.after.done():

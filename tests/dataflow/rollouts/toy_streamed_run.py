@@ -259,8 +259,8 @@ class StreamedRun:
             await self._arrive(error="odd" if kind == "malformed" and self.random.random() < 0.2 else "")
         elif kind == "fail" and self.leases and self.random.random() < 0.5:
             worker, lease = self._take_lease()
-            self.control.rejected(worker, lease.id, lease.attempt, "env_error", "gone")
-            self.control.rejected("somebody else", lease.id, lease.attempt + 1, "env_error", "gone")
+            self.control.record_failure(worker, lease.id, lease.attempt, "env_error", "gone")
+            self.control.record_failure("somebody else", lease.id, lease.attempt + 1, "env_error", "gone")
         elif kind == "die" and self.random.random() < 0.3:
             await self._kill(self.random.randrange(len(self.workers)))
         elif kind == "expire" and self.leases and self.random.random() < 0.3:
@@ -317,7 +317,7 @@ class StreamedRun:
 
     async def _expect(self, arrival: Arrival, answers: list[str], holder: str) -> None:
         async def arrive() -> None:
-            (answer,) = await self.control.arrived([arrival], holder)
+            (answer,) = await self.control.record_arrivals([arrival], holder)
             assert answer in answers, (arrival.id, arrival.attempt, answer)
 
         self.waiting.append(asyncio.create_task(arrive()))
@@ -332,7 +332,7 @@ class StreamedRun:
         if not self.step_batch.done():
             return False
         metas, self.step_batch = self.step_batch.result(), None
-        held = self.control.holders.by_worker(meta.ids[0] for meta in metas)
+        held = self.control.locations.by_worker(meta.ids[0] for meta in metas)
         assert held.keys() <= {*self.trainers}, "every sample is held by a worker of this life"
         if not metas:
             return True
