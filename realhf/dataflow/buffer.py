@@ -1,11 +1,21 @@
-"""Knows which sample is ready for which model function call: AsyncIOSequenceBuffer.
+"""AsyncIOSequenceBuffer: which samples are ready for which model function call.
 
-It holds metadata only and lives in one event loop. Every change of state is synchronous; only waiting is
-asynchronous, so there are no locks on the state and a cancelled waiter leaves nothing half done. Vocabulary: a
-*lease* is one call's claim on a batch; a step batch is the sample set of one step; *birth* is the order of admission.
-A sample's way through it has three verbs: ``put_batch`` brings it in, ``get_batch_for_rpc`` leases it to a call, and
-``amend_batch`` adds what the call made. Handling k samples costs O(k); where some become ready out of order, sorting
-those of the call.
+The buffer holds metadata only and runs in one event loop. Every change of state is synchronous; only waiting is
+asynchronous, so there are no locks on the state and a cancelled waiter leaves nothing half done.
+
+Vocabulary: a *lease* is one call's claim on a batch; a *step batch* is the set of samples of one step; *birth* is the
+order of admission. Samples pass through in three operations: ``put_batch`` admits them, ``get_batch_for_rpc`` leases
+them to a call, and ``amend_batch`` adds the outputs of the call. Handling k samples costs O(k), plus sorting the queue
+of a call if samples become ready out of order.
+
+``put_batch``
+  produces: resident samples;
+  waits for: free capacity, in the order of the puts;
+  unblocked by: samples that every call has completed, or ``abort``.
+``get_batch_for_rpc``
+  produces: a lease;
+  waits for: enough samples with all input keys of the call;
+  unblocked by: ``put_batch``, ``amend_batch`` and ``release``; ``close_input`` (the rest, or EndOfData) and ``abort``.
 """
 
 from __future__ import annotations
@@ -27,13 +37,15 @@ if TYPE_CHECKING:  # Model workers import this module and make no graph.
     from realhf.api.graph import DataFlowGraph
 
 REMEMBERED = 1 << 18
-"""Ids of samples that left are still known as duplicates, the last so many. What is sent again after an interruption is
-at most a few steps old, and the journal refuses it before. This bound also covers a source that repeats itself, for as
-many samples as a dataset usually has."""
+"""Number of ids of departed samples that are remembered, to refuse duplicates.
+
+A sample that is sent again after an interruption is at most a few steps old, and the journal refuses it before. This
+bound also covers a source that repeats itself, up to the usual size of a dataset.
+"""
 
 
 class BatchTooLarge(ValueError):
-    """A put can never fit."""
+    """A batch is larger than the buffer."""
 
 
 class DuplicateSampleError(ValueError):
@@ -41,47 +53,59 @@ class DuplicateSampleError(ValueError):
 
 
 class BufferClosed(RuntimeError):
-    """A put after ``close_input``."""
+    """A batch was put after ``close_input``."""
 
 
 class EndOfData(Exception):
-    """The input is closed and this call has nothing left to do."""
+    """The input is closed and no samples are left for this call."""
 
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """One resident sample. ``keys`` says in which batch a key came in, and in which row of it, so that lengths need no
-    copy, and ``bits`` which keys there are; ``state`` says of a call whose inputs are all there how far it is with the
-    sample, and ``left`` how many calls have not done it."""
+    """One resident sample."""
 
     id: str
+    """Id of the sample."""
     birth: int
+    """Number of its admission, counted from 0."""
     step_batch: int
+    """Step that the sample belongs to."""
     put_at: float
-    left: int
+    """Time of its admission, by ``time.monotonic``."""
+    calls_left: int
+    """Number of calls that have not completed it."""
     bits: int = 0
+    """Keys that it has, one bit for each key."""
     keys: dict[str, tuple[SequenceSample, int]] = field(default_factory=dict)
+    """For each key the batch that it came in and its row there, so that lengths need no copy."""
     metadata: dict[str, Any] = field(default_factory=dict)
+    """Metadata fields of the sample."""
     state: dict[str, Literal["ready", "leased", "done"]] = field(default_factory=dict)
+    """State for each call whose input keys are all present."""
 
 
 @dataclass(eq=False)
 class BatchLease:
-    """One call's claim on a batch, in the order of births, with the metadata that it had when it was leased."""
+    """One call's claim on a batch, in the order of births, with the metadata as of the lease."""
 
     mfc: str
+    """Name of the call."""
     inputs: tuple[str, ...]
+    """Input keys of the call."""
     samples: list[Sample] = field(repr=False)
+    """The leased samples."""
     metadata: dict[str, list[Any]] = field(init=False, repr=False)
+    """Metadata columns that all the samples have."""
 
     def __post_init__(self) -> None:
-        self.renew(self.samples)
+        self.replace_samples(self.samples)
 
-    def renew(self, samples: list[Sample]) -> None:
-        """Claim these samples from now on."""
-        self.samples, self.metadata = samples, {}
+    def replace_samples(self, samples: list[Sample]) -> None:
+        """Change the leased samples and refresh the metadata."""
+        self.samples = samples
+        self.metadata = {}
         for name in samples[0].metadata:
-            with suppress(KeyError):  # a field that not all of them have
+            with suppress(KeyError):  # a field that some of the samples lack
                 self.metadata[name] = [sample.metadata[name] for sample in samples]
         for cached in ("ids", "meta"):
             vars(self).pop(cached, None)
@@ -93,8 +117,10 @@ class BatchLease:
 
     @cached_property
     def meta(self) -> SequenceSample:
-        """A metadata-only sample of the input keys. Raises ValueError when a key has more than one dtype or trailing
-        shape among these samples."""
+        """The samples with their input keys, without data.
+
+        Raises ValueError when a key has several dtypes or trailing shapes among these samples.
+        """
         lengths: dict[str, Lengths] = {}
         dtypes: dict[str, str] = {}
         trailing: dict[str, tuple[int, ...]] = {}
@@ -105,7 +131,7 @@ class BatchLease:
             if len(kinds) != 1:
                 raise ValueError(f"key {key!r} has several dtypes or shapes in one batch: {sorted(kinds)}")
             ((dtypes[key], trailing[key]),) = kinds
-            if len(batches) == 1:
+            if len(batches) == 1:  # the common case, without a Python loop over the samples
                 lengths[key] = batches[0].lengths(key).take(np.array(rows))
             else:
                 nested = {id(batch): batch.lengths(key).nested() for batch in batches}
@@ -115,22 +141,32 @@ class BatchLease:
 
 @dataclass(eq=False)
 class CallState:
-    """The buffer's state for one model function call. ``bits``: of its inputs. By step batch: ``queues``, the samples
-    that it may take, by birth, and ``not_issued``, how many it has neither leased nor done, ready or not."""
+    """The buffer's state for one model function call."""
 
     name: str
+    """Name of the call."""
     n_seqs: int
+    """Samples of one batch of the call."""
     inputs: tuple[str, ...]
+    """Input keys of the call."""
     bits: int
+    """The input keys, one bit for each key, as in ``Sample.bits``."""
     queues: defaultdict[int, deque[Sample]] = field(default_factory=lambda: defaultdict(deque))
+    """Samples that are ready for the call, in the order of births, by step batch."""
     not_issued: Counter[int] = field(default_factory=Counter)
+    """Number of samples that the call has neither leased nor completed, ready or not, by step batch."""
     waiters: deque[tuple[int, asyncio.Future[BatchLease]]] = field(default_factory=deque)
+    """Callers that wait for a lease, with their step batch."""
     leased: int = 0
+    """Number of leased samples."""
 
 
 class AsyncIOSequenceBuffer:
-    """``max_size`` bounds the resident samples. ``on_retire`` is called with every set of samples that leaves. The
-    attributes are for reports; change state by the methods. What names no step batch is of step batch 0."""
+    """Buffer of sample metadata between the calls of the graph.
+
+    ``max_size`` bounds the resident samples. ``on_retire`` is called with each set of samples that every call has
+    completed. The attributes are for reports; change the state through the methods only. The default step batch is 0.
+    """
 
     def __init__(
         self,
@@ -146,6 +182,7 @@ class AsyncIOSequenceBuffer:
         self._on_retire = on_retire
         self.samples: dict[str, Sample] = {}
         self._bits: dict[str, int] = {}
+        """One bit for each key, assigned when the key is first seen."""
         inputs = {mfc.name: tuple(graph.inputs(mfc.name)) for mfc in graph.mfcs}
         self.calls = {
             mfc.name: CallState(mfc.name, mfc.n_seqs, inputs[mfc.name], self._bits_of(inputs[mfc.name]))
@@ -157,10 +194,13 @@ class AsyncIOSequenceBuffer:
         self.put_total = 0
         self.evicted_total = 0
         self.released: Counter[str] = Counter()
-        self._putting = asyncio.Lock()
+        """Samples of released leases by reason."""
+        self._put_lock = asyncio.Lock()
+        """Makes puts wait in order."""
         self._putters = 0
-        self._left = asyncio.Event()
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._space_freed = asyncio.Event()
+        self._departed: OrderedDict[str, None] = OrderedDict()
+        """Ids of the last samples that left, oldest first."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -171,18 +211,18 @@ class AsyncIOSequenceBuffer:
     # ---- putting
 
     async def put_batch(self, meta: SequenceSample, *, step_batch: int = 0) -> None:
-        """Admit a batch, all or nothing; waits for room, in order.
+        """Admit all samples of a batch together; waits for capacity, in the order of the puts.
 
-        Raises BatchTooLarge at once if it never fits, DuplicateSampleError, BufferClosed after ``close_input``,
-        ValueError on data or missing keys. A put that is cancelled while it waits has put nothing.
+        Raises BatchTooLarge at once for a batch that never fits, DuplicateSampleError, BufferClosed after
+        ``close_input``, and ValueError on data or missing keys. A put that is cancelled while it waits changes nothing.
         """
         self._check_put(meta)
         self._putters += 1
         try:
-            async with self._putting:
+            async with self._put_lock:
                 while len(self) + len(meta) > self.max_size and self.failure is None:
-                    self._left.clear()
-                    await self._left.wait()
+                    self._space_freed.clear()
+                    await self._space_freed.wait()
                 self._check_put(meta)
                 self._insert(meta, step_batch)
         finally:
@@ -200,12 +240,13 @@ class AsyncIOSequenceBuffer:
         missing = sorted(set(self.graph.required_dataset_keys()) - meta.keys)
         if missing:
             raise ValueError(f"samples lack dataset keys {missing}, so no call could ever take them")
-        known = [i for i in meta.ids if i in self.samples or i in self._gone]
+        known = [i for i in meta.ids if i in self.samples or i in self._departed]
         if known:
             raise DuplicateSampleError(f"{len(known)} samples were put before: {known[:5]}")
 
     def _insert(self, meta: SequenceSample, step_batch: int) -> None:
-        now, first = time.monotonic(), self.put_total
+        now = time.monotonic()
+        first = self.put_total
         samples = [
             Sample(sample_id, first + i, step_batch, now, len(self.calls)) for i, sample_id in enumerate(meta.ids)
         ]
@@ -216,12 +257,15 @@ class AsyncIOSequenceBuffer:
         self._add_keys(samples, meta, self.calls)
 
     def _add_keys(self, samples: Sequence[Sample], meta: SequenceSample, readers: Iterable[str]) -> None:
-        """Note what ``meta`` says about the samples, and serve those calls that may run now."""
-        keys, bits, columns = meta.keys, self._bits_of(meta.keys), meta.metadata.items()
+        """Add the keys and metadata of ``meta`` to the samples, row by row, and serve the calls ``readers`` with those
+        that have become ready."""
+        keys = meta.keys
+        bits = self._bits_of(keys)
+        columns = meta.metadata.items()
         for row, sample in enumerate(samples):
-            place = meta, row
+            origin = meta, row
             for key in keys:
-                sample.keys[key] = place
+                sample.keys[key] = origin
             sample.bits |= bits
             for name, column in columns:
                 sample.metadata[name] = column[row]
@@ -232,12 +276,12 @@ class AsyncIOSequenceBuffer:
             self._serve(call)
 
     def _bits_of(self, keys: Iterable[str]) -> int:
-        """A number with one bit for each key."""
+        """Return a number with one bit for each key."""
         return sum(self._bits.setdefault(key, 1 << len(self._bits)) for key in keys)
 
     @staticmethod
     def _make_ready(call: CallState, samples: Sequence[Sample]) -> None:
-        """Let a call take samples of one step batch, which are in the order of births."""
+        """Queue samples of one step batch, in the order of births, for a call. Sorts the queue only if needed."""
         if not samples:
             return
         for sample in samples:
@@ -251,10 +295,10 @@ class AsyncIOSequenceBuffer:
     # ---- getting
 
     async def get_batch_for_rpc(self, mfc: str, step_batch: int = 0) -> BatchLease:
-        """The ``n_seqs`` oldest samples of the step batch that ``mfc`` may run on, leased to the caller; waits for
-        them. Concurrent getters of one call are served in order.
+        """Wait for a batch of ``n_seqs`` samples of the step batch that are ready for ``mfc`` and lease it.
 
-        Raises EndOfData when the input is closed and nothing is left, or the exception given to ``abort``.
+        The oldest ready samples are taken, and callers for one call are served in order. Raises EndOfData when the
+        input is closed and no samples are left, or the exception passed to ``abort``.
         """
         if self.failure is not None:
             raise self.failure
@@ -266,14 +310,14 @@ class AsyncIOSequenceBuffer:
             return await future
         except asyncio.CancelledError:
             if future.cancelled():
-                self._serve(call)  # which forgets the waiter
+                self._serve(call)  # removes the cancelled waiter
             elif future.exception() is None:
                 self.release(future.result(), "cancelled")
             raise
 
     @asynccontextmanager
     async def lease(self, mfc: str, step_batch: int = 0) -> AsyncIterator[BatchLease]:
-        """A lease that goes back to ready when the block is left without ``amend_batch``."""
+        """Lease a batch for a ``with`` block; it is released if the block does not call ``amend_batch``."""
         lease = await self.get_batch_for_rpc(mfc, step_batch)
         try:
             yield lease
@@ -282,15 +326,19 @@ class AsyncIOSequenceBuffer:
                 self.release(lease, "not completed")
 
     def _serve(self, call: CallState) -> None:
-        """Give batches to the waiters of one call, in order, while there are full ones. When no more input will come,
-        serve what is smaller than a batch, or say that it is over."""
+        """Lease full batches to the waiters of one call, in order.
+
+        Once the input is closed, also lease a last smaller batch when all its samples are ready, and end the waiters of
+        a step batch without samples.
+        """
         waiting = [waiter for waiter in call.waiters if not waiter[1].done()]
         call.waiters.clear()
         for step_batch, future in waiting:
-            ready, left = len(call.queues[step_batch]), call.not_issued[step_batch]
-            if ready >= call.n_seqs or (self.closed is not None and 0 < left == ready):
-                future.set_result(self._issue(call, step_batch, min(ready, call.n_seqs)))
-            elif self.closed is not None and not left:
+            n_ready = len(call.queues[step_batch])
+            n_left = call.not_issued[step_batch]
+            if n_ready >= call.n_seqs or (self.closed is not None and 0 < n_left == n_ready):
+                future.set_result(self._issue(call, step_batch, min(n_ready, call.n_seqs)))
+            elif self.closed is not None and not n_left:
                 future.set_exception(EndOfData(f"{call.name}: {self.closed}"))
             else:
                 call.waiters.append((step_batch, future))
@@ -306,55 +354,59 @@ class AsyncIOSequenceBuffer:
         self.leases.add(lease)
         return lease
 
-    def exchange(self, lease: BatchLease, gone: Sequence[str], meta: SequenceSample) -> list[Sample]:
-        """Put the samples of ``meta`` behind the others of a lease, in the place of ``gone``, which leave the buffer
-        and are returned. Raises DuplicateSampleError, and ValueError where another call may have begun with one of
-        them, where the new ones lack an input of the call, or the numbers differ; then nothing has changed."""
-        call, names = self._active(lease), set(gone)
+    def exchange(self, lease: BatchLease, replaced: Sequence[str], meta: SequenceSample) -> list[Sample]:
+        """Replace samples of a lease: those named ``replaced`` leave the buffer and are returned, those of ``meta`` are
+        admitted and leased after the remaining ones.
+
+        Raises DuplicateSampleError, and ValueError if another call may have started on a replaced sample, the new
+        samples lack an input of the call, or the numbers differ; then nothing has changed.
+        """
+        call = self._find_call(lease)
+        replaced_ids = set(replaced)
         self._check_put(meta)
-        left = [sample for sample in lease.samples if sample.id in names]
-        if not len(left) == len(gone) == len(meta):
-            raise ValueError(f"{len(meta)} samples cannot take the place of {len(left)} of {len(gone)}")
-        if busy := [sample.id for sample in left if sample.state.keys() != {call.name}]:
+        leaving = [sample for sample in lease.samples if sample.id in replaced_ids]
+        if not len(leaving) == len(replaced) == len(meta):
+            raise ValueError(f"{len(meta)} samples cannot take the place of {len(leaving)} of {len(replaced)}")
+        if busy := [sample.id for sample in leaving if sample.state.keys() != {call.name}]:
             raise ValueError(f"other calls than {call.name} may run on {busy[:5]} already")
         if not meta.keys.issuperset(call.inputs):
             raise ValueError(f"samples that take the place of others lack inputs of {call.name}")
-        step_batch = left[0].step_batch
-        for sample in left:
+        step_batch = leaving[0].step_batch
+        for sample in leaving:
             del self.samples[sample.id]
-            self._gone[sample.id] = None
-        self.evicted_total += len(left)
-        for other in self.calls.values():
-            other.not_issued[step_batch] -= len(left) * (other is not call)
+            self._departed[sample.id] = None
+        self.evicted_total += len(leaving)
+        for other in self.calls.values():  # for ``call`` itself they count as issued already
+            other.not_issued[step_batch] -= len(leaving) * (other is not call)
         self._insert(meta, step_batch)
-        fresh = [self.samples[sample_id] for sample_id in meta.ids]
-        for sample in fresh:
+        new_samples = [self.samples[sample_id] for sample_id in meta.ids]
+        for sample in new_samples:
             call.queues[step_batch].remove(sample)
             sample.state[call.name] = "leased"
-        call.not_issued[step_batch] -= len(fresh)
-        lease.renew([sample for sample in lease.samples if sample.id not in names] + fresh)
-        return left
+        call.not_issued[step_batch] -= len(new_samples)
+        lease.replace_samples([sample for sample in lease.samples if sample.id not in replaced_ids] + new_samples)
+        return leaving
 
     # ---- answering
 
     def amend_batch(self, lease: BatchLease, outputs: SequenceSample | None = None) -> None:
-        """Add to a batch what its call made, wake the calls that can run now, and mark its samples done, in one change.
+        """Complete a lease: add the outputs of its call to the samples and lease them to the calls that can now run.
 
         Samples that every call has completed leave the buffer. Raises DuplicateKeyError, or ValueError on outputs
         about other samples and on a lease that is not active; then nothing has changed.
         """
-        call = self._active(lease)
+        call = self._find_call(lease)
         if outputs is not None:
             self._check_outputs(lease, outputs)
         self.leases.remove(lease)
         call.leased -= len(lease.samples)
         for sample in lease.samples:
             sample.state[call.name] = "done"
-            sample.left -= 1
+            sample.calls_left -= 1
         if outputs is not None:
             readers = dict.fromkeys(name for key in sorted(outputs.keys) for name in self.graph.consumers(key))
             self._add_keys(lease.samples, outputs, readers)
-        finished = [sample for sample in lease.samples if not sample.left]
+        finished = [sample for sample in lease.samples if not sample.calls_left]
         if finished:
             self._retire(finished)
             self._on_retire(finished)
@@ -370,8 +422,8 @@ class AsyncIOSequenceBuffer:
             raise DuplicateKeyError(f"samples already have keys {sorted(present)}")
 
     def release(self, lease: BatchLease, reason: str) -> None:
-        """Give the batch back, births unchanged (the call failed or was cancelled)."""
-        call = self._active(lease)
+        """Make the samples of a lease ready again, at their old place, after the call failed or was cancelled."""
+        call = self._find_call(lease)
         self.leases.remove(lease)
         call.leased -= len(lease.samples)
         self.released[reason] += len(lease.samples)
@@ -379,31 +431,34 @@ class AsyncIOSequenceBuffer:
         self._make_ready(call, lease.samples)
         self._serve(call)
 
-    def _active(self, lease: BatchLease) -> CallState:
+    def _find_call(self, lease: BatchLease) -> CallState:
+        """Return the state of the call of a lease. Raises ValueError if the lease is not active."""
         if lease not in self.leases:
             raise ValueError(f"the lease of {lease.mfc} is not active (completed or released)")
         return self.calls[lease.mfc]
 
     def _retire(self, samples: Sequence[Sample]) -> None:
-        """Let samples of one step batch leave that every call has done."""
+        """Remove samples of one step batch that every call has completed."""
         for sample in samples:
             del self.samples[sample.id]
-            self._gone[sample.id] = None
-        while len(self._gone) > max(REMEMBERED, 4 * self.max_size):
-            self._gone.popitem(last=False)
+            self._departed[sample.id] = None
+        while len(self._departed) > max(REMEMBERED, 4 * self.max_size):
+            self._departed.popitem(last=False)
         step_batch = samples[0].step_batch
         for call in self.calls.values():
             if not call.not_issued[step_batch]:
                 call.queues.pop(step_batch, None)
                 del call.not_issued[step_batch]
         self.evicted_total += len(samples)
-        self._left.set()
+        self._space_freed.set()
 
     # ---- ending
 
     def close_input(self, reason: str) -> None:
-        """Nothing more will be put: getters drain what is there, then get EndOfData with this reason. A put
-        that waits for space must be finished or cancelled first (ValueError)."""
+        """Declare that no more samples will be put: callers drain the rest, then get EndOfData with this reason.
+
+        Raises ValueError while a put waits for capacity.
+        """
         if self._putters:
             raise ValueError("close_input while a put waits for space")
         self.closed = reason
@@ -411,9 +466,9 @@ class AsyncIOSequenceBuffer:
             self._serve(call)
 
     def abort(self, error: BaseException) -> None:
-        """Every present and future waiter raises ``error``."""
+        """Make every present and future waiter raise ``error``."""
         self.failure = error
-        self._left.set()
+        self._space_freed.set()
         for call in self.calls.values():
             for _, future in call.waiters:
                 if not future.done():
@@ -423,7 +478,8 @@ class AsyncIOSequenceBuffer:
     # ---- reports
 
     def stats(self) -> dict[str, Any]:
-        """Resident samples, per call ready/leased/waiting, the oldest age in seconds, and totals."""
+        """Return the number of resident samples, the numbers ready, leased and waiting for each call, the age of the
+        oldest sample in seconds, and totals."""
         now = time.monotonic()
         return {
             "resident": len(self),
@@ -440,16 +496,18 @@ class AsyncIOSequenceBuffer:
         }
 
     def explain_wait(self, mfc: str, step_batch: int = 0) -> str:
-        """Why ``mfc`` does not run: which keys are missing on how many samples, and who produces them."""
+        """Return why ``mfc`` does not run: the keys that samples lack, and the calls that produce them."""
         call = self.calls[mfc]
-        open_ = [s for s in self.samples.values() if s.step_batch == step_batch]
-        open_ = [s for s in open_ if s.state.get(mfc) not in ("leased", "done")]
-        ready = sum(mfc in sample.state for sample in open_)
-        text = f"{mfc} takes {call.n_seqs} samples of step {step_batch}: {ready} ready, {len(open_)} not yet taken"
+        of_step = [s for s in self.samples.values() if s.step_batch == step_batch]
+        not_taken = [s for s in of_step if s.state.get(mfc) not in ("leased", "done")]
+        n_ready = sum(mfc in sample.state for sample in not_taken)
+        text = (
+            f"{mfc} takes {call.n_seqs} samples of step {step_batch}: {n_ready} ready, {len(not_taken)} not yet taken"
+        )
         for key in call.inputs:
-            missing = sum(key not in sample.keys for sample in open_)
-            if missing:
-                text += f"; {missing} lack {key!r} (from {' or '.join(self.graph.producers(key))})"
-        if len(open_) < call.n_seqs:
-            text += f"; the source owes {call.n_seqs - len(open_)}"
+            n_missing = sum(key not in sample.keys for sample in not_taken)
+            if n_missing:
+                text += f"; {n_missing} lack {key!r} (from {' or '.join(self.graph.producers(key))})"
+        if len(not_taken) < call.n_seqs:
+            text += f"; the source owes {call.n_seqs - len(not_taken)}"
         return text

@@ -1,4 +1,16 @@
-"""FunctionExecutor: runs the graph step by step (docs/reference/dataflow.md 5). Lives in the master's event loop."""
+"""FunctionExecutor: runs the dataflow graph step by step (docs/reference/dataflow.md, section 5).
+
+Runs in the master's event loop.
+
+``execute_step``
+  produces: a trained step and its ``StepReport``;
+  waits for: all calls of the graph on the samples of the step;
+  unblocked by: the loader, the workers' answers, the first failure of a call, or the stall limit.
+``load_data``
+  produces: step batches in the buffer;
+  waits for: the results of the previous step;
+  unblocked by: the end of ``execute_step``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +29,7 @@ from realhf.api.parallel import Parallel
 from realhf.api.source import ResultSink, SampleResult
 from realhf.base import process_clock
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer, EndOfData, Sample
-from realhf.dataflow.model_function_call import WAITS, CallReport, ModelFunctionCall, StepReport, step_report
+from realhf.dataflow.model_function_call import WAITS, CallReport, ModelFunctionCall, StepReport, build_step_report
 from realhf.dataflow.step_source import StepLoader
 from realhf.dataflow.storage_map import StorageMap
 from realhf.dataflow.worker_group import ask
@@ -27,17 +39,20 @@ _log = logging.getLogger(__name__)
 
 
 class StallError(RuntimeError):
-    """Nothing moved and nothing was at work for ``stall_fail_s``; the message says who waits for whom."""
+    """No call has made progress or run for ``stall_fail_s``; the message says what each call waits for."""
 
 
 class FunctionExecutor:
-    """Owns buffer, storage map, calls and loader.
+    """Executor of the dataflow graph; owns the buffer, the storage map, the calls and the loader.
 
-    ``workers`` maps a model role to the names of the workers that hold it, and ``parallel`` says of a role how these
-    train together (``numbers`` counts what they do together); ``make_loader`` and ``results`` are those of a
-    ``StepSource``; ``endpoints`` (kind -> addresses) is handed to every call. Loading runs for the whole run, a step at
-    a time: the samples of step k + 1 are drawn after the results of step k were recorded, so that a curriculum always
-    sees the same results in the same order. Use as ``async with``; or ``start`` and ``close``.
+    ``workers`` maps a model role to the names of its workers, ``parallel`` to how these train together; ``numbers``
+    counts their group calls. ``make_loader`` and ``results`` are those of a ``StepSource``. ``endpoints`` (kind ->
+    addresses) is passed to every call. Timeouts are in seconds; ``stall_fail_s=0`` disables the stall limit.
+
+    Loading goes on for the whole run, one step at a time: the samples of step k + 1 are drawn after the results of step
+    k were recorded, so that a curriculum always sees the same results in the same order.
+
+    Use it as ``async with``, or call ``start`` and ``close``.
     """
 
     def __init__(
@@ -66,7 +81,7 @@ class FunctionExecutor:
             endpoints=endpoints or {},
             numbers=numbers or itertools.count(1),
             load_more=self.loader.load_more,
-            dropped=self._on_dropped,
+            on_dropped=self._on_dropped,
         )
         self.calls = {
             mfc.name: make_call(
@@ -81,14 +96,20 @@ class FunctionExecutor:
             for mfc in graph.mfcs
         }
         self.next_step = 0
-        self._caller, self._results = caller, results
+        self._caller = caller
+        self._results = results
         self._control_timeout_s = control_timeout_s
-        self._stall_warn_s, self._stall_fail_s = stall_warn_s, stall_fail_s
+        self._stall_warn_s = stall_warn_s
+        self._stall_fail_s = stall_fail_s
+        # (birth, result) by step, of samples that left the buffer trained, or dropped because others replaced them.
         self._retired: dict[int, list[tuple[int, SampleResult]]] = {}
-        self._gave_way: dict[int, list[tuple[int, SampleResult]]] = {}
+        self._dropped: dict[int, list[tuple[int, SampleResult]]] = {}
         self._to_clear: list[str] = []
+        """Samples that left the buffer and whose tensors the workers still store."""
         self._peak_resident = 0
-        self._progress = process_clock.now()
+        """Largest number of samples in the buffer during the step."""
+        self._progressed_at = process_clock.now()
+        """Time of the last finished call, in seconds of ``process_clock``."""
         self._loading: asyncio.Task[None] | None = None
         self._tasks: Mapping[str, asyncio.Task[list[CallReport]]] = {}
         self._settling = False
@@ -103,11 +124,11 @@ class FunctionExecutor:
         await self.close()
 
     def start(self) -> None:
-        """Begin to load, from step ``next_step``."""
+        """Start to load, from step ``next_step``."""
         self._loading = asyncio.create_task(self.load_data(), name="load_data")
 
     async def load_data(self) -> None:
-        """Load step after step, for the whole run. A failure here fails every waiter."""
+        """Load step after step, for the whole run. An error fails everything that waits for the buffer."""
         try:
             await self.loader.run(self.next_step)
         except Exception as error:
@@ -115,7 +136,7 @@ class FunctionExecutor:
             raise
 
     async def close(self) -> None:
-        """Stop loading; have the workers free what is left. Never raises."""
+        """Stop loading and have the workers free the remaining tensors. Never raises."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.gather(self._loading, return_exceptions=True)
@@ -130,18 +151,18 @@ class FunctionExecutor:
     async def execute_step(self, step: int) -> StepReport:
         """Run every call of the graph on the samples of one step, as concurrently as the graph allows.
 
-        A training call starts when all other calls of its role are through with the step, so that these see
-        one version of the weights. Raises EndOfData when the source has nothing for this step, MFCFailed
-        (siblings are cancelled), StallError, or what the source raised.
+        A training call starts when all other calls of its role have finished the step, so that these see one version
+        of the weights. Raises EndOfData when the source has no samples for this step, MFCFailed (the other calls are
+        cancelled), StallError, or the error of the source.
         """
-        began = time.monotonic()
-        self._progress = process_clock.now()
+        started_at = time.monotonic()
+        self._progressed_at = process_clock.now()
         self._peak_resident = len(self.buffer)
         tasks: dict[str, asyncio.Task[list[CallReport]]] = {}
         self._tasks = tasks
         for name in self.calls:
             tasks[name] = asyncio.create_task(self._run_mfc(name, step, tasks), name=f"{name}@{step}")
-        await self._all_or_cancel(list(tasks.values()), step)
+        await self._run_all(list(tasks.values()), step)
         results = self._record(step)
         if not results:
             raise EndOfData(f"the data source has nothing for step {step}")
@@ -149,7 +170,8 @@ class FunctionExecutor:
         self.next_step = step + 1
         occupancy = {**self.buffer.stats(), "peak_resident": self._peak_resident}
         calls = [report for task in tasks.values() for report in task.result()]
-        report = step_report(step, time.monotonic() - began, calls, results, occupancy, self._results.stats())
+        wall_s = time.monotonic() - started_at
+        report = build_step_report(step, wall_s, calls, results, occupancy, self._results.stats())
         self.loader.step_finished(step)
         return report
 
@@ -158,9 +180,9 @@ class FunctionExecutor:
     ) -> list[CallReport]:
         mfc = self.graph[name]
         if mfc.interface_type is InterfaceType.TRAIN_STEP:
-            before = [tasks[other] for other in self._users_of_weights(mfc.model_role)]
-            if before:
-                await asyncio.wait(before)
+            readers = [tasks[other] for other in self._readers_of_weights(mfc.model_role)]
+            if readers:
+                await asyncio.wait(readers)
         reports: list[CallReport] = []
         for call in range(self.graph.n_seqs // mfc.n_seqs):
             try:
@@ -172,47 +194,51 @@ class FunctionExecutor:
             self._note_progress()
         return reports
 
-    def _users_of_weights(self, role: str) -> list[str]:
-        trains = InterfaceType.TRAIN_STEP
-        return [m.name for m in self.graph.mfcs if m.model_role == role and m.interface_type is not trains]
+    def _readers_of_weights(self, role: str) -> list[str]:
+        """Return the calls of a role that use its weights without training them."""
+        train_step = InterfaceType.TRAIN_STEP
+        return [m.name for m in self.graph.mfcs if m.model_role == role and m.interface_type is not train_step]
 
     def _note_progress(self) -> None:
-        self._progress = process_clock.now()
+        self._progressed_at = process_clock.now()
         self._peak_resident = max(self._peak_resident, len(self.buffer))
 
-    async def _all_or_cancel(self, tasks: Sequence[asyncio.Task[Any]], step: int) -> None:
-        """Wait for all; the first failure cancels the rest and is raised."""
-        watch = asyncio.create_task(self._watch(step), name=f"watch@{step}")
-        waiting = asyncio.create_task(_first_failure(tasks), name=f"step@{step}")
-        everything = [*tasks, watch, waiting]
+    async def _run_all(self, tasks: Sequence[asyncio.Task[Any]], step: int) -> None:
+        """Wait for all tasks of a step. Cancels them and raises at the first failure or at a stall."""
+        watcher = asyncio.create_task(self._watch_for_stall(step), name=f"watch@{step}")
+        calls = asyncio.create_task(_raise_first_failure(tasks), name=f"step@{step}")
+        all_tasks = [*tasks, watcher, calls]
         try:
-            await asyncio.wait([waiting, watch], return_when=asyncio.FIRST_COMPLETED)
-            (waiting if waiting.done() else watch).result()
+            await asyncio.wait([calls, watcher], return_when=asyncio.FIRST_COMPLETED)
+            (calls if calls.done() else watcher).result()
         finally:
-            for task in everything:
+            for task in all_tasks:
                 task.cancel()
-            await asyncio.gather(*everything, return_exceptions=True)
+            await asyncio.gather(*all_tasks, return_exceptions=True)
 
-    async def _watch(self, step: int) -> None:
-        """Report a stall, and end it after ``stall_fail_s`` (0: never). A call that runs is no stall, however long it
-        takes: it has a deadline of its own."""
-        warned_at = at_work = 0.0
+    async def _watch_for_stall(self, step: int) -> None:
+        """Log a stall after ``stall_warn_s`` and raise StallError after ``stall_fail_s`` (0: never).
+
+        A running call is no stall, however long it takes: it has a deadline of its own.
+        """
+        warned_at = 0.0
+        busy_at = 0.0
         while True:
             await asyncio.sleep(min(self._stall_warn_s, self._stall_fail_s or self._stall_warn_s) / 4)
             now = process_clock.now()
-            at_work = now if self._at_work() else at_work
-            idle = now - self._progress
-            if idle >= self._stall_warn_s and self._progress > warned_at:
+            busy_at = now if self._is_busy() else busy_at
+            idle_s = now - self._progressed_at
+            if idle_s >= self._stall_warn_s and self._progressed_at > warned_at:
                 warned_at = process_clock.now()
-                _log.warning(self.explain(step, idle))
-            if self._stall_fail_s and now - max(self._progress, at_work) >= self._stall_fail_s:
-                raise StallError(self.explain(step, idle))
+                _log.warning(self.explain(step, idle_s))
+            if self._stall_fail_s and now - max(self._progressed_at, busy_at) >= self._stall_fail_s:
+                raise StallError(self.explain(step, idle_s))
 
-    def _at_work(self) -> bool:
+    def _is_busy(self) -> bool:
         return self.loader.busy or any(call.activity != WAITS for call in self.calls.values())
 
     def explain(self, step: int, idle_s: float) -> str:
-        """Who waits for what, one line per call, and which calls the others wait for."""
+        """Return a report of a stall: what each call waits for, one line per call, and the calls to look at first."""
         lines = [f"nothing moved for {idle_s:.0f} s at step {step}:"]
         activity = self.activity()
         for name, state in activity.items():
@@ -225,18 +251,20 @@ class FunctionExecutor:
         return "\n".join(lines)
 
     def activity(self) -> dict[str, str]:
-        """What every call does at this moment, for a display: waits, runs on a worker, or is done."""
+        """Return the state of every call, for displays: it waits, runs on a worker, or is done."""
         done = {name for name, task in self._tasks.items() if task.done()}
         return {name: "done" if name in done else call.activity for name, call in self.calls.items()}
 
     def has_begun_training(self, step: int) -> bool:
-        """Return whether a training call of ``step`` was sent, so that weights are no longer those before the step."""
-        trains = (mfc.name for mfc in self.graph.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP)
-        return any(self.calls[name].last_step_begun == step for name in trains)
+        """Return whether a training call of ``step`` was sent, so that the weights may have changed."""
+        train_calls = (mfc.name for mfc in self.graph.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP)
+        return any(self.calls[name].last_step_started == step for name in train_calls)
 
     async def settle(self) -> None:
-        """Send no further call of the open step and wait until those that run have ended. To be followed by cancelling
-        ``execute_step``: a call that several workers make together must not be cut off on some of them."""
+        """Start no further call of the step and wait until the running calls have ended.
+
+        Must be called before ``execute_step`` is cancelled: a group call must not be cut off on some of its workers.
+        """
         self._settling = True
         for name, task in self._tasks.items():
             if self.calls[name].activity == WAITS:
@@ -252,42 +280,49 @@ class FunctionExecutor:
             self._to_clear.append(sample.id)
 
     def _on_dropped(self, step: int, results: Sequence[tuple[int, SampleResult]]) -> None:
-        self._gave_way.setdefault(step, []).extend(results)
+        self._dropped.setdefault(step, []).extend(results)
         self._to_clear += [result.id for _, result in results]
 
     def _record(self, step: int) -> list[SampleResult]:
-        """Tell the source what became of all samples that were drawn for the step, in the order of drawing; returns the
-        results of those that it trained."""
+        """Pass the results of all samples drawn for the step to the sink, in the order of drawing.
+
+        Returns the results of the samples that the step trained, in the same order.
+        """
         retired = sorted(self._retired.pop(step, ()), key=lambda item: item[0])
         if retired:
-            drawn = sorted((*retired, *self._gave_way.pop(step, ())), key=lambda item: item[0])
+            drawn = sorted((*retired, *self._dropped.pop(step, ())), key=lambda item: item[0])
             self._results.record([result for _, result in drawn])
         return [result for _, result in retired]
 
     async def _clear(self) -> None:
-        """Have every owner free the tensors of the samples that left."""
-        ids, self._to_clear = self._to_clear, []
+        """Have the workers free the tensors of the samples that left the buffer."""
+        ids = self._to_clear
+        self._to_clear = []
         await asyncio.gather(
             *(
-                ask(self._caller, worker, CLEAR, ClearRequest(held), timeout_s=self._control_timeout_s)
-                for worker, held in self.storage.forget(ids).items()
+                ask(self._caller, worker, CLEAR, ClearRequest(stored), timeout_s=self._control_timeout_s)
+                for worker, stored in self.storage.forget(ids).items()
             )
         )
 
     # ---- recovery
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything of the master that decides the steps to come, JSON-able. Call it between steps, or in a
-        step whose training has not begun: that step is then repeated from its beginning."""
+        """Return the master's state that determines the next steps, as JSON types.
+
+        Must be called between steps, or in a step whose training has not begun: that step is then repeated from its
+        beginning.
+        """
         return {"next_step": self.next_step, **self.loader.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state; before ``start``."""
+        """Restore what ``state_dict`` returned; to be called before ``start``."""
         self.next_step = int(state["next_step"])
         self.loader.load_state_dict(state)
 
 
-async def _first_failure(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _raise_first_failure(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait for all tasks; raise the error of the first one that fails."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     for task in tasks:
         if task in done:

@@ -1,8 +1,8 @@
-"""Runs one node of the graph: takes a batch, splits it over the role's workers, gathers and reports the replies.
+"""Execution of one node of the graph: lease a batch, split it over the role's workers, gather their answers.
 
-A call that the workers make together (``group_call``) goes to all of them with the whole batch.
+A group call, which the workers compute together (``is_group_call``), sends the whole batch to each of them.
 
-Only ids, lengths and statistics pass through here; the workers fetch tensors from one another.
+Only ids, lengths and statistics pass through the master; the workers fetch tensors from one another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from realhf.base.partition import balanced_parts, parts_near
 from realhf.dataflow.buffer import AsyncIOSequenceBuffer, BatchLease
 from realhf.dataflow.storage_map import Fetch, StorageMap
 from realhf.dataflow.worker_group import (
-    GroupFailed,
+    GroupCallFailed,
     RanksDiffer,
     ask_all,
     check_agreement,
@@ -41,40 +41,54 @@ if TYPE_CHECKING:  # Model workers import this module and make no graph.
 
 @dataclass(frozen=True)
 class CallReport:
-    """One call of a model function call: times in seconds. ``queue_s``: waiting for its batch; ``call_s``: from
-    sending to the last reply; ``compute_s`` and ``fetch_s``: the longest among its workers."""
+    """Report of one model function call on one batch. Times are in seconds."""
 
     mfc: str
+    """Name of the model function call."""
     ids: tuple[str, ...]
+    """Samples of the batch."""
     stats: Mapping[str, Any]
+    """Statistics of the interface, merged over the workers."""
     queue_s: float
+    """Time that the call waited for its batch."""
     call_s: float
+    """Time from sending the requests to the last answer."""
     compute_s: float
+    """Longest computation among the workers."""
     fetch_s: float
+    """Longest fetch of inputs among the workers."""
     n_tokens: int
+    """Tokens of the batch."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One executed step. ``stats[mfc]`` are the interface's statistics, ``times[mfc]`` the sums over its calls
-    of ``queue_s``, ``call_s``, ``compute_s``, ``fetch_s``; ``results`` in the order of drawing."""
+    """Report of one executed step."""
 
     step: int
+    """Number of the step, from 0."""
     wall_s: float
+    """Duration in seconds."""
     calls: tuple[CallReport, ...]
+    """Reports of all calls."""
     results: tuple[SampleResult, ...]
+    """Results of the trained samples, in the order of drawing."""
     stats: Mapping[str, Mapping[str, Any]]
+    """Statistics of the interface, by model function call."""
     times: Mapping[str, Mapping[str, float]]
+    """Sums of ``queue_s``, ``call_s``, ``compute_s`` and ``fetch_s``, by model function call."""
     buffer: Mapping[str, Any]
+    """Statistics of the buffer."""
     source: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the data source."""
 
     @property
     def n_samples(self) -> int:
-        """Samples (groups) that the step trained."""
+        """Number of samples (groups) that the step trained."""
         return len(self.results)
 
 
-def step_report(
+def build_step_report(
     step: int,
     wall_s: float,
     calls: Sequence[CallReport],
@@ -82,7 +96,7 @@ def step_report(
     buffer: Mapping[str, Any],
     source: Mapping[str, float],
 ) -> StepReport:
-    """Group the calls by model function call."""
+    """Return the report of a step, with statistics and times merged by model function call."""
     by_mfc: dict[str, list[CallReport]] = {}
     for call in calls:
         by_mfc.setdefault(call.mfc, []).append(call)
@@ -98,28 +112,30 @@ def step_report(
 
 
 def merge_stats(parts: Sequence[Mapping[str, Any]], weights: Sequence[int], *, parallel: bool) -> dict[str, Any]:
-    """Statistics of several shards (``parallel``) or of several calls after one another.
+    """Merge the statistics of several shards (``parallel``) or of consecutive calls. ``weights``: samples of each.
 
-    Names ending in ``_seconds`` or ``_s`` are durations: the longest of shards, the sum of calls. Names ending
-    in ``_tokens`` or ``rollouts``, beginning with ``n_``, ``failed/`` or ``retried/``, and ``skipped`` are counts:
-    summed. Other numbers are means, weighted by samples or by what ``MEANS_OVER`` says; lists are joined; of anything
-    else the first is kept.
+    The name decides how a statistic is merged:
+
+    - ``..._seconds``, ``..._s``: durations; the maximum over shards, the sum over calls;
+    - ``..._tokens``, ``...rollouts``, ``n_...``, ``failed/...``, ``retried/...``, ``skipped``: counts, summed;
+    - other numbers: means, weighted by samples or by the count that ``MEANS_OVER`` gives;
+    - lists are concatenated; of any other type the first value is kept.
     """
     if len(parts) == 1:
         return dict(parts[0])
     merged: dict[str, Any] = {}
     for name in dict.fromkeys(name for part in parts for name in part):
-        found = [
+        weighted_values = [
             (part[name], part.get(MEANS_OVER, {}).get(name, weight))
             for part, weight in zip(parts, weights, strict=True)
             if name in part
         ]
-        merged[name] = _merge(name, found, parallel)
+        merged[name] = _merge(name, weighted_values, parallel)
     return merged
 
 
-def _merge(name: str, found: Sequence[tuple[Any, int]], parallel: bool) -> Any:
-    values = [value for value, _ in found]
+def _merge(name: str, weighted_values: Sequence[tuple[Any, int]], parallel: bool) -> Any:
+    values = [value for value, _ in weighted_values]
     if name == MEANS_OVER:
         return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(k for v in values for k in v)}
     if all(isinstance(value, list) for value in values):
@@ -130,11 +146,12 @@ def _merge(name: str, found: Sequence[tuple[Any, int]], parallel: bool) -> Any:
         return max(values) if parallel else sum(values)
     if name.endswith(("_tokens", "rollouts")) or name.startswith(("n_", "failed/", "retried/")) or name == "skipped":
         return sum(values)
-    total = sum(weight for _, weight in found)
-    return sum(value * weight for value, weight in found) / total if total else 0.0
+    total = sum(weight for _, weight in weighted_values)
+    return sum(value * weight for value, weight in weighted_values) / total if total else 0.0
 
 
 WAITS = "waits"
+"""``ModelFunctionCall.activity`` while it runs on no worker."""
 
 
 class MFCFailed(RuntimeError):
@@ -143,37 +160,52 @@ class MFCFailed(RuntimeError):
     def __init__(self, mfc: str, step: int, worker: str, ids: Sequence[str], cause: BaseException) -> None:
         shown = ", ".join(ids[:4]) + (", ..." if len(ids) > 4 else "")
         super().__init__(f"{mfc} failed at step {step} on {worker} (samples {shown}): {cause}")
-        self.mfc, self.step, self.worker, self.ids, self.cause = mfc, step, worker, tuple(ids), cause
+        self.mfc = mfc
+        self.step = step
+        self.worker = worker
+        self.ids = tuple(ids)
+        self.cause = cause
 
 
 class WrongReply(ValueError):
-    """A worker answered with other samples or keys than the call was about."""
+    """A worker's answer is about other samples or keys than its request."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a batch that one worker runs; ``group`` says which rank it is in a call that all make together."""
+    """The part of a batch that one worker computes."""
 
     worker: str
+    """Name of the worker."""
     meta: SequenceSample
+    """Metadata of the samples, in the order of the request."""
     fetches: tuple[Fetch, ...]
+    """Inputs that the worker fetches from others first."""
     cost: int
+    """Number of tokens."""
     group: GroupPart | None = None
+    """Rank of the worker in a group call; None outside one."""
 
 
 @dataclass(frozen=True)
-class _Round:
-    """What the workers answered about ``n_samples``: outputs in their order, statistics, and times in seconds."""
+class _RoundResult:
+    """The merged answers of the workers about some samples."""
 
     n_samples: int
+    """Number of samples."""
     outputs: SequenceSample | None
+    """Metadata of the outputs, in the order of the samples; None if the call has no outputs."""
     stats: dict[str, Any]
+    """Merged statistics."""
     compute_s: float
+    """Longest computation among the workers, in seconds."""
     fetch_s: float
+    """Longest fetch of inputs among the workers, in seconds."""
     cost: int
+    """Number of tokens."""
 
 
-def _row(sample: SequenceSample, row: int) -> dict[str, Any]:
+def _metadata_row(sample: SequenceSample, row: int) -> dict[str, Any]:
     return {name: values[row] for name, values in sample.metadata.items()}
 
 
@@ -182,16 +214,18 @@ async def _no_more(step: int, n: int) -> SequenceSample | None:
 
 
 def call_seed(run_seed: int, mfc: str, step: int, call: int, shard: int) -> int:
-    """A 63-bit seed that depends on all five and on nothing else."""
+    """Return a 63-bit seed that is a function of the five arguments only."""
     text = f"{run_seed}/{mfc}/{step}/{call}/{shard}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 class ModelFunctionCall:
-    """Runs one ``MFCDef`` on ``workers``. Training and evaluation run on a single worker, or on as many as ``parallel``
-    says (ValueError otherwise). ``numbers`` counts the group calls of a run. With ``mfc.resample``,
-    ``more(step, n)`` gives further samples, and ``dropped(step, [(birth, result), ...])`` is told of those that gave
-    way."""
+    """Runner of one ``MFCDef`` on ``workers``.
+
+    Training and evaluation run on a single worker, or on the number that ``parallel`` says (ValueError otherwise).
+    ``numbers`` counts the group calls of a run. With ``mfc.resample``, ``load_more(step, n)`` returns further samples,
+    and ``on_dropped(step, [(birth, result), ...])`` is called with the samples that they replace.
+    """
 
     def __init__(
         self,
@@ -206,99 +240,112 @@ class ModelFunctionCall:
         endpoints: Mapping[str, Sequence[str]],
         parallel: Parallel | None = None,
         numbers: Iterator[int] | None = None,
-        more: Callable[[int, int], Awaitable[SequenceSample | None]] = _no_more,
-        dropped: Callable[[int, Sequence[tuple[int, SampleResult]]], None] = lambda step, results: None,
+        load_more: Callable[[int, int], Awaitable[SequenceSample | None]] = _no_more,
+        on_dropped: Callable[[int, Sequence[tuple[int, SampleResult]]], None] = lambda step, results: None,
     ) -> None:
-        self._more, self._dropped = more, dropped
-        self._parallel, self._numbers = parallel or Parallel(), numbers or itertools.count(1)
+        self._load_more = load_more
+        self._on_dropped = on_dropped
+        self._parallel = parallel or Parallel()
+        self._numbers = numbers or itertools.count(1)
         if not workers:
             raise ValueError(f"{mfc.name}: model role {mfc.model_role!r} has no worker")
         if not mfc.interface_type.produces_keys and len(workers) != self._parallel.size:
-            method, wanted = mfc.interface_type.value, self._parallel.size
             raise ValueError(
-                f"{mfc.name}: {method} runs on {wanted} worker(s), role {mfc.model_role!r} has {len(workers)}"
+                f"{mfc.name}: {mfc.interface_type.value} runs on {self._parallel.size} worker(s), role "
+                f"{mfc.model_role!r} has {len(workers)}"
             )
         self.mfc = mfc
         self.inputs = graph.inputs(mfc.name)
         self.activity = WAITS
-        self.last_step_begun = -1
-        """The last step of which a batch was taken, whatever became of it."""
-        self._buffer, self._storage, self._caller = buffer, storage, caller
+        self.last_step_started = -1
+        """The last step of which a batch was leased, whether the call succeeded or not."""
+        self._buffer = buffer
+        self._storage = storage
+        self._caller = caller
         self._workers = tuple(workers)
         self._seed = seed
         self._endpoints = {kind: list(urls) for kind, urls in endpoints.items()}
 
     async def run(self, step: int, call: int) -> CallReport:
-        """Take one batch through the call. Raises EndOfData when the source is exhausted, MFCFailed when a
-        worker fails or answers wrongly; the batch is ready again then."""
-        began = time.monotonic()
+        """Run the call on one batch.
+
+        Raises EndOfData when the source is exhausted, and MFCFailed when a worker fails or answers wrongly; the batch
+        is then ready again.
+        """
+        started_at = time.monotonic()
         try:
             async with self._buffer.lease(self.mfc.name, step) as lease:
-                queued = time.monotonic()
-                self.last_step_begun = step
+                leased_at = time.monotonic()
+                self.last_step_started = step
                 self.activity = f"runs on {', '.join(self._workers)} since {time.strftime('%H:%M:%S')}"
-                return await self._run_lease(lease, step, call, queued - began)
+                return await self._run_lease(lease, step, call, leased_at - started_at)
         finally:
             self.activity = WAITS
 
     async def _run_lease(self, lease: BatchLease, step: int, call: int, queue_s: float) -> CallReport:
-        sent = time.monotonic()
-        rounds = [await self._round(lease.ids, lease.meta, step, call)]
+        sent_at = time.monotonic()
+        rounds = [await self._run_round(lease.ids, lease.meta, step, call)]
         outputs = rounds[0].outputs
-        figures = {}
+        resample_stats = {}
         if self.mfc.resample and outputs is not None:
-            outputs, figures = await self._resample(lease, outputs, rounds, step, call)
+            outputs, resample_stats = await self._resample(lease, outputs, rounds, step, call)
         self._buffer.amend_batch(lease, outputs)
         stats = merge_stats([one.stats for one in rounds], [one.n_samples for one in rounds], parallel=False)
         return CallReport(
             self.mfc.name,
             lease.ids,
-            {**stats, **figures},
+            {**stats, **resample_stats},
             queue_s,
-            time.monotonic() - sent,
+            time.monotonic() - sent_at,
             sum(one.compute_s for one in rounds),
             sum(one.fetch_s for one in rounds),
             sum(one.cost for one in rounds),
         )
 
     async def _resample(
-        self, lease: BatchLease, outputs: SequenceSample, rounds: list[_Round], step: int, call: int
+        self, lease: BatchLease, outputs: SequenceSample, rounds: list[_RoundResult], step: int, call: int
     ) -> tuple[SequenceSample, dict[str, float]]:
-        """Play others in the place of the groups that teach nothing, round after round, until none is left, the bound
-        is reached or the source has no more: the dynamic sampling of DAPO (Yu et al. 2025). Returns the outputs in the
-        order of the lease, and what it cost."""
-        began, dropped = time.monotonic(), 0
-        most = int(self.mfc.resample * len(lease.ids))
+        """Replace the groups without learning signal by further samples, as in the dynamic sampling of DAPO (Yu et al.
+        2025).
+
+        Runs round after round until every group has a signal, ``mfc.resample`` times the batch was dropped, or the
+        source is exhausted. Appends to ``rounds``; returns the outputs in the order of the lease, and statistics.
+        """
+        started_at = time.monotonic()
+        n_dropped = 0
+        max_dropped = int(self.mfc.resample * len(lease.ids))
         while True:
-            rows = {sample_id: _row(outputs, i) for i, sample_id in enumerate(outputs.ids)}
+            rows = {sample_id: _metadata_row(outputs, i) for i, sample_id in enumerate(outputs.ids)}
             flat = [sample_id for sample_id, row in rows.items() if not self.mfc.signal.of(SampleResult.of("", row))]
-            fresh = await self._more(step, n) if (n := min(len(flat), most - dropped)) else None
-            if fresh is None:
+            n_wanted = min(len(flat), max_dropped - n_dropped)
+            new_samples = await self._load_more(step, n_wanted) if n_wanted else None
+            if new_samples is None:
                 break
-            gone = flat[: len(fresh)]
-            lost = self._buffer.exchange(lease, gone, fresh)
-            self._dropped(step, [(s.birth, SampleResult.of(s.id, {**s.metadata, **rows[s.id]})) for s in lost])
-            dropped += len(gone)
-            stay = [i for i, sample_id in enumerate(outputs.ids) if sample_id not in set(gone)]
-            places = list(range(len(stay), len(lease.ids)))
-            rounds.append(await self._round(fresh.ids, lease.meta.select_ids(places), step, call))
-            played = rounds[-1].outputs
-            assert played is not None
-            outputs = SequenceSample.gather([outputs.select_ids(stay), played]) if stay else played
-        figures = {
-            "n_dropped_groups": float(dropped),
+            dropped_ids = flat[: len(new_samples)]
+            dropped = self._buffer.exchange(lease, dropped_ids, new_samples)
+            self._on_dropped(step, [(s.birth, SampleResult.of(s.id, {**s.metadata, **rows[s.id]})) for s in dropped])
+            n_dropped += len(dropped_ids)
+            # The lease now has the kept samples first, then the new ones; so do the outputs below.
+            kept = [i for i, sample_id in enumerate(outputs.ids) if sample_id not in set(dropped_ids)]
+            new_positions = list(range(len(kept), len(lease.ids)))
+            rounds.append(await self._run_round(new_samples.ids, lease.meta.select_ids(new_positions), step, call))
+            new_outputs = rounds[-1].outputs
+            assert new_outputs is not None
+            outputs = SequenceSample.gather([outputs.select_ids(kept), new_outputs]) if kept else new_outputs
+        stats = {
+            "n_dropped_groups": float(n_dropped),
             "n_resample_rounds": float(len(rounds) - 1),
             "n_groups_without_signal": float(len(flat)),
-            "resample_seconds": time.monotonic() - began,
+            "resample_seconds": time.monotonic() - started_at,
         }
-        return outputs, figures
+        return outputs, stats
 
-    async def _round(self, ids: Sequence[str], meta: SequenceSample, step: int, call: int) -> _Round:
-        """Run samples on the workers."""
+    async def _run_round(self, ids: Sequence[str], meta: SequenceSample, step: int, call: int) -> _RoundResult:
+        """Run samples on the workers and merge their answers. Raises MFCFailed."""
         together = is_group_call(self.mfc, self._parallel)
         try:
             parts = [list(range(len(meta)))] * len(self._workers) if together else self._split(meta)
-            shards = self._shards(meta, parts, together)
+            shards = self._build_shards(meta, parts, together)
         except (ValueError, KeyError) as error:
             raise MFCFailed(self.mfc.name, step, "master", ids, error) from error
         if self._parallel.fsdp > 1 and self.mfc.interface_type is InterfaceType.GENERATE:
@@ -308,12 +355,13 @@ class ModelFunctionCall:
         if together:
             self._check_ranks(shards, answers, step)
             shards, answers, parts = shards[:1], answers[:1], parts[:1]
-        outputs = [self._checked(shard, answer, step) for shard, answer in zip(shards, answers, strict=True)]
+        outputs = [self._parse_outputs(shard, answer, step) for shard, answer in zip(shards, answers, strict=True)]
         metas = [output for output in outputs if output is not None]
         for shard, output in zip(shards, metas, strict=False):
             self._storage.record(output.ids, output.keys, shard.worker)
+        # Gathered outputs are in the order of the parts; this permutation restores the order of the batch.
         order = inverse_perm([i for part in parts for i in part])
-        return _Round(
+        return _RoundResult(
             len(ids),
             SequenceSample.gather(metas).reorder(order) if metas else None,
             merge_stats([answer.stats for answer in answers], [len(s.meta) for s in shards], parallel=True),
@@ -323,26 +371,27 @@ class ModelFunctionCall:
         )
 
     def _split(self, meta: SequenceSample) -> list[list[int]]:
-        """Positions of the batch for each worker; fewer parts than workers when there are fewer samples."""
+        """Return the positions in the batch for each worker; fewer parts than workers if there are fewer samples."""
         count = min(len(self._workers), len(meta))
         if count == 1:
             return [list(range(len(meta)))]
         if self.mfc.balance == "tokens" and self.mfc.interface_type is InterfaceType.INFERENCE:
-            return parts_near(meta.costs(), [self._home(sample_id, count) for sample_id in meta.ids], count)
+            # Prefer the worker that already stores most of the inputs of a sample: these need not be fetched.
+            return parts_near(meta.costs(), [self._find_home(sample_id, count) for sample_id in meta.ids], count)
         if self.mfc.balance == "tokens":
             return [part for part in balanced_parts(meta.costs(), count) if part]
         return [list(range(len(meta) * i // count, len(meta) * (i + 1) // count)) for i in range(count)]
 
-    def _home(self, sample_id: str, count: int) -> int | None:
-        """The number of the worker, among the first ``count``, that holds the most inputs of a sample; None where none
-        holds any."""
-        owners = [self._storage.owners(sample_id, key) for key in self.inputs]
-        held = [sum(worker in those for those in owners) for worker in self._workers[:count]]
-        most = max(held)
-        return held.index(most) if most else None
+    def _find_home(self, sample_id: str, count: int) -> int | None:
+        """Return the index of the worker, among the first ``count``, that stores the most inputs of a sample; None if
+        none stores any."""
+        owners_by_key = [self._storage.owners(sample_id, key) for key in self.inputs]
+        n_stored = [sum(worker in owners for owners in owners_by_key) for worker in self._workers[:count]]
+        most = max(n_stored)
+        return n_stored.index(most) if most else None
 
     async def _gather_weights(self, step: int, ids: Sequence[str]) -> None:
-        """Bring the whole weights together on every worker, each of which then plays its own samples."""
+        """Gather the full weights of a sharded model on every worker, so that each can generate for its own samples."""
         try:
             await gather_weights(
                 self._caller,
@@ -353,7 +402,7 @@ class ModelFunctionCall:
                 timeout_s=self.mfc.timeout_s,
                 step=step,
             )
-        except GroupFailed as error:
+        except GroupCallFailed as error:
             raise MFCFailed(self.mfc.name, step, error.worker, ids, error.cause) from error
 
     def _check_ranks(self, shards: Sequence[Shard], answers: Sequence[CallAnswer], step: int) -> None:
@@ -362,7 +411,8 @@ class ModelFunctionCall:
         except RanksDiffer as error:
             raise MFCFailed(self.mfc.name, step, ", ".join(self._workers), shards[0].meta.ids, error) from error
 
-    def _shards(self, meta: SequenceSample, parts: Sequence[Sequence[int]], together: bool) -> list[Shard]:
+    def _build_shards(self, meta: SequenceSample, parts: Sequence[Sequence[int]], together: bool) -> list[Shard]:
+        """Return the shard of each worker, with the fetches that bring its inputs there. Raises DataLost."""
         roster = self._caller.roster
         metas = [meta.select_ids(part) for part in parts]
         placement = {worker: m.ids for worker, m in zip(self._workers, metas, strict=False)}
@@ -370,14 +420,15 @@ class ModelFunctionCall:
         plan = self._storage.plan(placement, self.inputs, hosts)
         groups: Sequence[GroupPart | None] = [None] * len(metas)
         if together:
-            number, size = next(self._numbers), len(self._workers)
+            number = next(self._numbers)
+            size = len(self._workers)
             groups = [GroupPart(number, rank, size) for rank in range(size)]
         return [
             Shard(worker, m, tuple(fetch for fetch in plan if fetch.dst == worker), sum(m.costs()), group)
             for worker, m, group in zip(self._workers, metas, groups, strict=False)
         ]
 
-    def _request(self, shard: Shard, index: int, step: int, call: int) -> CallRequest:
+    def _build_request(self, shard: Shard, index: int, step: int, call: int) -> CallRequest:
         roster = self._caller.roster
         return CallRequest(
             mfc=self.mfc.name,
@@ -394,29 +445,32 @@ class ModelFunctionCall:
 
     async def _call_all(self, shards: Sequence[Shard], step: int, call: int) -> list[CallAnswer]:
         try:
-            found = await ask_all(
+            payloads = await ask_all(
                 self._caller,
                 [shard.worker for shard in shards],
                 CALL,
-                [self._request(shard, index, step, call) for index, shard in enumerate(shards)],
+                [self._build_request(shard, index, step, call) for index, shard in enumerate(shards)],
                 together=shards[0].group is not None,
                 timeout_s=self.mfc.timeout_s,
                 step=step,
                 mfc=self.mfc.name,
             )
-        except GroupFailed as failed:
+        except GroupCallFailed as failed:
             shard = next(shard for shard in shards if shard.worker == failed.worker)
             raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, failed.cause) from failed.cause
-        return [self._read(shard, payload, step) for shard, payload in zip(shards, found, strict=True)]
+        return [self._parse_answer(shard, payload, step) for shard, payload in zip(shards, payloads, strict=True)]
 
-    def _read(self, shard: Shard, payload: Any, step: int) -> CallAnswer:
+    def _parse_answer(self, shard: Shard, payload: Any, step: int) -> CallAnswer:
         try:
             return CALL.unpack_answer(payload, shard.worker)
         except MessageError as error:
             raise MFCFailed(self.mfc.name, step, shard.worker, shard.meta.ids, error) from error
 
-    def _checked(self, shard: Shard, answer: CallAnswer, step: int) -> SequenceSample | None:
-        """The answer's metadata, exactly about the shard's samples and the declared keys."""
+    def _parse_outputs(self, shard: Shard, answer: CallAnswer, step: int) -> SequenceSample | None:
+        """Return the metadata of an answer's outputs; None for a call without outputs.
+
+        Raises MFCFailed unless they are about the shard's samples, in their order, with exactly the declared keys.
+        """
         meta = None if answer.meta is None else decode_sample(answer.meta)
         try:
             if meta is None:
@@ -433,8 +487,9 @@ class ModelFunctionCall:
         return meta
 
 
-def check_keys(found: frozenset[str], declared: Sequence[str]) -> None:
-    """Raises WrongReply unless both are the same set, naming what is missing and what is extra."""
-    missing, extra = sorted(set(declared) - found), sorted(found - set(declared))
+def check_keys(keys: frozenset[str], declared: Sequence[str]) -> None:
+    """Raise WrongReply, which names missing and extra keys, unless ``keys`` are the declared ones."""
+    missing = sorted(set(declared) - keys)
+    extra = sorted(keys - set(declared))
     if missing or extra:
         raise WrongReply(f"output keys differ from the declared ones: missing {missing}, extra {extra}")

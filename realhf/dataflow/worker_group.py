@@ -69,7 +69,7 @@ def is_group_call(mfc: MFCDef, parallel: Parallel) -> bool:
     return parallel.fsdp > 1 or not mfc.interface_type.produces_keys
 
 
-class GroupFailed(RuntimeError):
+class GroupCallFailed(RuntimeError):
     """A worker failed, and with it what several compute together; the message names worker and cause."""
 
     def __init__(self, worker: str, cause: BaseException) -> None:
@@ -88,7 +88,7 @@ async def gather_weights(
     step: int = -1,
 ) -> None:
     """Bring the whole weights of a role together, on each of its workers or on the first, until it trains again. Raises
-    GroupFailed."""
+    GroupCallFailed."""
     number = next(numbers)
     requests = [GatherRequest(role, GroupPart(number, i, len(workers)), everywhere) for i in range(len(workers))]
     await ask_all(caller, workers, GATHER, requests, together=True, timeout_s=timeout_s, step=step)
@@ -106,7 +106,7 @@ async def ask_all(
     mfc: str = "",
 ) -> list[Any]:
     """Send each worker its request without a pause in between, so that all see the calls of several roles in one order;
-    return the payloads of their answers. Raises GroupFailed, which cancels the others."""
+    return the payloads of their answers. Raises GroupCallFailed, which cancels the others."""
     payloads = [call.pack(request) for request in requests]
     futures = [
         caller.call(worker, call.name, payload, timeout_s=timeout_s, step=step, mfc=mfc)
@@ -123,7 +123,7 @@ async def ask_all(
 
 async def first_failure(
     caller: RpcMaster, workers: Sequence[str], futures: Sequence[asyncio.Future[Any]], *, together: bool
-) -> GroupFailed | None:
+) -> GroupCallFailed | None:
     """Wait for the answers of all workers; return the first failure, or None when all have answered.
 
     Where they compute ``together``, a failure of one leaves the others waiting for it: they are told to break off, and
@@ -145,9 +145,9 @@ async def first_failure(
     return min(found, key=lambda failed: is_consequence(failed.cause)) if found else None
 
 
-def _failed(workers: Sequence[str], futures: Sequence[asyncio.Future[Any]]) -> list[GroupFailed]:
+def _failed(workers: Sequence[str], futures: Sequence[asyncio.Future[Any]]) -> list[GroupCallFailed]:
     return [
-        GroupFailed(worker, error)
+        GroupCallFailed(worker, error)
         for worker, future in zip(workers, futures, strict=True)
         if future.done() and not future.cancelled() and (error := future.exception()) is not None
     ]
@@ -247,7 +247,7 @@ class Roles:
             found = await ask_all(
                 self._caller, self.workers, call, requests, together=together, timeout_s=self._timeout_s
             )
-        except GroupFailed as failed:
+        except GroupCallFailed as failed:
             raise failed.cause from None
         return [call.unpack_answer(payload, worker) for worker, payload in zip(self.workers, found, strict=True)]
 

@@ -231,7 +231,7 @@ async def test_ids_of_samples_that_left_are_known_up_to_a_bound(monkeypatch: pyt
         await buffer.put_batch(meta_of(ids(first, first + 4)))
         for mfc in ("gen", "ref", "rew", "train"):
             await through(buffer, mfc)
-        assert len(buffer._gone) <= (bound or 400)
+        assert len(buffer._departed) <= (bound or 400)
     for known in ("s399", "s380", *(() if bound else ("s0",))):
         with pytest.raises(DuplicateSampleError):
             await buffer.put_batch(meta_of([known]))

@@ -45,7 +45,9 @@ def check_invariants(buffer: AsyncIOSequenceBuffer) -> None:
     assert len(buffer) <= buffer.max_size, "8: resident exceeds max_size"
     assert all(sample.id == sample_id for sample_id, sample in buffer.samples.items()), "11: index of ids"
     for sample in buffer.samples.values():
-        assert sample.left == len(buffer.calls) - [*sample.state.values()].count("done") > 0, "6: it is done and stays"
+        assert sample.calls_left == len(buffer.calls) - [*sample.state.values()].count("done") > 0, (
+            "6: it is done and stays"
+        )
     for call in buffer.calls.values():
         _check_call(buffer, call)
 
