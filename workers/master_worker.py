@@ -270,7 +270,7 @@ class MasterWorker:
     ) -> AsyncRollouts:
         plan = RolloutPlan(
             spec=rollout,
-            trainers=self._roles.of(rollout.role),
+            trainers=self._roles.workers_of(rollout.role),
             batch_size=self._graph.n_seqs,
             total_steps=self._spec.total_train_steps,
             completed_steps=checkpoint.step if checkpoint else 0,
@@ -531,7 +531,7 @@ class MasterWorker:
             text = f"the policy of step {step} is not kept as the best: weights of version {version} were evaluated"
             self._events.emit("warning", text=text)
             return
-        worker = self._roles.of(evaluation.role)[0]
+        worker = self._roles.workers_of(evaluation.role)[0]
         request = KeepExportRequest(str(best.candidate), str(best.folder), json.dumps(metrics, indent=1))
         await self._ask(worker, KEEP_EXPORT, request)
         await asyncio.to_thread(best.record, metrics)
@@ -558,7 +558,7 @@ class MasterWorker:
         """
         if self._spec.needs_env and self._replaceable:
             await self._rpc.wait_for(["env/0"], self._plan.rpc.connect_timeout_s)
-        worker = self._roles.of(evaluation.role)[0]
+        worker = self._roles.workers_of(evaluation.role)[0]
         await self._roles.gather_weights(evaluation.role)
         request = EvaluateRequest(
             role=evaluation.role,
@@ -622,7 +622,7 @@ class MasterWorker:
     async def _export_to(self, role: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         await self._roles.gather_weights(role)
-        await self._ask(self._roles.of(role)[0], EXPORT, ExportRequest(role, str(target)))
+        await self._ask(self._roles.workers_of(role)[0], EXPORT, ExportRequest(role, str(target)))
 
     async def _finish(self) -> None:
         self._log.phase("exporting the policy")

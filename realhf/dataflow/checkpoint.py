@@ -1,13 +1,12 @@
-"""Recovery checkpoints that are whole or absent (docs/reference/dataflow.md 12).
+"""Recovery checkpoints, written atomically (docs/reference/dataflow.md 12).
 
-A checkpoint is written into ``ckpt-<step>.tmp``, synced, listed with sizes and hashes in ``MANIFEST.json``,
-renamed to ``ckpt-<step>``, and only then named by ``LATEST``. Workers sync and hash what they write themselves, so
-that the master, who only commits, reads none of it again. A process killed at any instant leaves the old
-checkpoint or the new one, never a mix; reading verifies every byte and falls back to an older one.
+A checkpoint is written into ``ckpt-<step>.tmp``, synced, listed with sizes and hashes in ``MANIFEST.json``, renamed to
+``ckpt-<step>``, and only then named by ``LATEST``. Workers sync and hash the files that they write, so that the master,
+which only commits, need not read them again. A process killed at any instant leaves the old checkpoint or the new one,
+never a mix. Reading verifies every byte and falls back to an older checkpoint.
 
-That there are none and that none can be read are different answers: a run begins at step 0 where there never was one,
-and is refused where there was. Whoever reads changes nothing; a damaged checkpoint is put aside, under a name of its
-own, by the next one that is written.
+A run without any checkpoint starts at step 0, but a run whose checkpoints cannot be read is refused: it must not start
+over silently. Reading changes nothing; a damaged checkpoint is renamed when the next one is written.
 """
 
 from __future__ import annotations
@@ -31,40 +30,50 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MANIFEST = "MANIFEST.json"
+"""File of a checkpoint with the sizes and hashes of all others."""
 STATE = "state.json"
+"""File of a checkpoint with the master's state."""
 LATEST = "LATEST"
+"""File with the name of the newest checkpoint."""
 FOLDER = "checkpoints"
-"""The folder of the checkpoints in a run folder."""
+"""Folder of the checkpoints in a run folder."""
 RECORD = "checkpoints.json"
-"""The file of a run folder that names the newest checkpoint, so that one that is gone is missed."""
+"""File of a run folder that names the newest checkpoint, so that deleted checkpoints are noticed."""
 SUMMARY = "summary.json"
-"""The file of a run folder that a finished run has, whose last step always has a checkpoint."""
+"""File of a run folder that only a finished run has; the last step of such a run has a checkpoint."""
 BEGIN_ANEW = "begin anew with recover_mode=disabled, which deletes what the run has"
+"""Advice at the end of the errors."""
 
 _NAME = re.compile(r"ckpt-(\d+)(?:-(\d+))?")
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-"""Errors that say what is there instead of a file. Any other one (EMFILE, EIO, EACCES, ...) says that it cannot be
-known now."""
+"""Errors that mean that a file does not exist. Any other one (EMFILE, EIO, EACCES, ...) may be temporary and says
+nothing about the file."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; what was saved before is untouched."""
+    """A checkpoint could not be written or read; earlier checkpoints are unchanged."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: the step it was taken after, its folder and the master's state."""
+    """A verified checkpoint."""
 
     step: int
+    """Number of completed steps."""
     folder: Path
+    """Its folder."""
     state: dict[str, Any]
+    """The master's state."""
     warnings: tuple[str, ...] = ()
-    """What a person should know: why it is not the newest one that was written."""
+    """Warnings for the user, such as why it is not the newest one that was written."""
 
 
 class CheckpointStore:
-    """Checkpoints below ``folder``; the newest ``keep`` stay. ``record`` is written with each of them; it and
-    ``evidence`` are files that are there only if there was a checkpoint."""
+    """The checkpoints below ``folder``, of which the newest ``keep`` are retained.
+
+    ``record`` is a file that is written with each checkpoint. It and the files ``evidence`` exist only if there was a
+    checkpoint.
+    """
 
     def __init__(
         self, folder: Path, keep: int = 2, *, record: Path | None = None, evidence: Iterable[Path] = ()
@@ -79,11 +88,12 @@ class CheckpointStore:
 
     @classmethod
     def of_run(cls, run_dir: Path, keep: int = 2) -> CheckpointStore:
-        """Return the checkpoints of a run folder."""
+        """Return the store of a run folder."""
         return cls(run_dir / FOLDER, keep, record=run_dir / RECORD, evidence=[run_dir / SUMMARY])
 
     def begin(self, step: int) -> Path:
-        """An empty temporary folder for the checkpoint of ``step``, for a writer in other processes."""
+        """Create an empty temporary folder for the checkpoint of ``step``, which other processes may fill, and return
+        it. Raises the error that ``failed`` returns."""
         draft = self.folder / f"{_name(step)}.tmp"
         try:
             self.discard(draft)
@@ -93,18 +103,20 @@ class CheckpointStore:
         return draft
 
     def commit(self, step: int, draft: Path, state: Mapping[str, Any], saved: Iterable[SavedFile] = ()) -> Path:
-        """Make the filled folder the latest checkpoint. ``saved`` are files in it that their writers have synced and
-        hashed; all others are synced and hashed here. Raises what ``failed`` returns, also for a file that is not as
-        its writer said."""
+        """Make the filled folder the latest checkpoint and return its final path.
+
+        ``saved`` are the files in it that their writers have synced and hashed; all others are synced and hashed here.
+        Raises the error that ``failed`` returns, also for a file that is missing or does not have its reported size.
+        """
         try:
             write_whole(draft / STATE, json.dumps(state), synced=True)
-            known = _known(draft, saved)
-            write_whole(draft / MANIFEST, json.dumps(_manifest(draft, step, known), indent=1), synced=True)
+            known = _check_saved(draft, saved)
+            write_whole(draft / MANIFEST, json.dumps(_build_manifest(draft, step, known), indent=1), synced=True)
             _sync_tree(draft, known)
-            final = self._unused(step)
+            final = self._unused_path(step)
             os.rename(draft, final)
             sync(self.folder)
-            self._set_aside()
+            self._set_damaged_aside()
             self._point_latest(final)
             if self._record is not None:
                 write_whole(self._record, json.dumps({"newest": final.name, "step": step}) + "\n", synced=True)
@@ -114,8 +126,11 @@ class CheckpointStore:
         return final
 
     def failed(self, step: int, draft: Path, error: BaseException) -> BaseException:
-        """Remove the temporary folder; the error to raise: a CheckpointError with one clear message when the
-        disk (full, read-only) is to blame, here or in a writer elsewhere, otherwise ``error`` itself."""
+        """Remove the temporary folder and return the error to raise.
+
+        This is a CheckpointError if the disk is the cause (full, read-only), here or in another process; otherwise it
+        is ``error`` itself.
+        """
         self.discard(draft)
         reason = disk_reason(error) or (str(error) if isinstance(error, OSError) else "")
         if not reason:
@@ -131,52 +146,59 @@ class CheckpointStore:
         shutil.rmtree(draft, ignore_errors=True)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint whose every byte is as written, None where there never was one. Its warnings
-        say which ones were passed over. Raises CheckpointError where there are some and none can be used, and where
-        that cannot be known now; then nothing was changed."""
+        """Return the newest checkpoint that is intact, after verifying every byte; None if there never was one.
+
+        Its warnings name the damaged ones that were passed over. Raises CheckpointError if there are checkpoints and
+        all are damaged, and if a file cannot be read at the moment. Changes nothing.
+        """
         defects: list[str] = []
         for path in self._candidates():
-            reason = self._known_now(_defect, path)
+            reason = self._read(_find_defect, path)
             if reason is None:
-                state = self._known_now(_state, path)
+                state = self._read(_read_state, path)
                 return Checkpoint(_order(path)[0], path, state, tuple(self._warnings(path, defects)))
             _log.warning("checkpoint %s is not valid (%s); trying the one before", path, reason)
             self._damaged.add(path)
             defects.append(f"{path.name} ({reason})")
-        self._refuse_none(defects)
+        self._check_never_any(defects)
         return None
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the step and the state of the newest checkpoint that looks whole, without reading its large files;
-        None where there never was one. Raises CheckpointError as ``latest`` does."""
+        """Return the step and the state of the newest checkpoint that looks intact; None if there never was one.
+
+        Large files are checked by size only. Raises CheckpointError as ``latest`` does.
+        """
         defects: list[str] = []
         for path in self._candidates():
-            reason = self._known_now(_rough_defect, path)
+            reason = self._read(_find_rough_defect, path)
             if reason is None:
-                return _order(path)[0], self._known_now(_state, path)
+                return _order(path)[0], self._read(_read_state, path)
             defects.append(f"{path.name} ({reason})")
-        self._refuse_none(defects)
+        self._check_never_any(defects)
         return None
 
-    def _refuse_none(self, defects: Sequence[str]) -> None:
-        """Raise CheckpointError unless there never was a checkpoint."""
+    def _check_never_any(self, defects: Sequence[str]) -> None:
+        """Raise CheckpointError unless there never was a checkpoint. ``defects``: the damaged ones."""
         if defects:
             raise CheckpointError(
                 f"{self.folder} holds checkpoints and none can be used: {'; '.join(defects)}. Nothing was changed; put "
                 f"back what is missing, or {BEGIN_ANEW}"
             )
-        known = next((path for path in self._evidence if os.path.lexists(path)), None)
-        if known is not None:
+        evidence = next((path for path in self._evidence if os.path.lexists(path)), None)
+        if evidence is not None:
             raise CheckpointError(
-                f"{self.folder} holds no checkpoint, though the run has made one ({known} is there). Nothing was "
+                f"{self.folder} holds no checkpoint, though the run has made one ({evidence} is there). Nothing was "
                 f"changed; put its checkpoints back, or {BEGIN_ANEW}"
             )
 
-    def _known_now(self, look: Callable[[Path], T], path: Path) -> T:
-        """Return what ``look`` says. Raises CheckpointError for what is no damage: the disk does not answer, the
-        process may not read or has no descriptor left. An older checkpoint instead would throw away good steps."""
+    def _read(self, read: Callable[[Path], T], path: Path) -> T:
+        """Return ``read(path)``.
+
+        Raises CheckpointError for an OSError, which is no damage: the disk does not answer, or the process lacks
+        permission or file descriptors. Falling back to an older checkpoint would throw away good steps.
+        """
         try:
-            return look(path)
+            return read(path)
         except OSError as error:
             raise CheckpointError(
                 f"{error.filename or path} cannot be read: {error.strerror or error}; this says nothing of the "
@@ -190,14 +212,14 @@ class CheckpointStore:
                 f"the run goes on from the checkpoint of step {_order(path)[0]}, because later ones cannot be used: "
                 f"{'; '.join(defects)}. The next checkpoint puts them aside as {kept}, which you may delete"
             )
-        elif (named := self._named()) != path.name:
+        elif (latest_name := self._read_latest()) != path.name:
             yield (
-                f"{self.folder / LATEST} does not name the newest checkpoint ({named}); the run goes on from "
+                f"{self.folder / LATEST} does not name the newest checkpoint ({latest_name}); the run goes on from "
                 f"{path.name}, whose every byte is as written"
             )
 
-    def _named(self) -> str:
-        """Return what LATEST names, or in words why it names nothing."""
+    def _read_latest(self) -> str:
+        """Return the name in LATEST, or a phrase that says why there is none."""
         try:
             text = (self.folder / LATEST).read_bytes()
         except OSError as error:
@@ -205,19 +227,19 @@ class CheckpointStore:
         return ascii(text[:40].decode("utf-8", "replace").strip()).strip("'") or "it is empty"
 
     def _candidates(self) -> list[Path]:
-        """Return what has the name of a checkpoint, from new to old."""
-        found = [self.folder / name for name in self._known_now(_names, self.folder) if _NAME.fullmatch(name)]
-        if found and (self.folder / LATEST).is_dir():
+        """Return the paths with the name of a checkpoint, newest first."""
+        paths = [self.folder / name for name in self._read(_list_names, self.folder) if _NAME.fullmatch(name)]
+        if paths and (self.folder / LATEST).is_dir():
             raise CheckpointError(
                 f"{self.folder / LATEST} is a folder, and a file is wanted; remove it, or {BEGIN_ANEW}"
             )
-        return sorted(found, key=_order, reverse=True)
+        return sorted(paths, key=_order, reverse=True)
 
     def _folders(self) -> list[Path]:
         return [path for path in self._candidates() if path.is_dir()]
 
-    def _set_aside(self) -> None:
-        """Give the checkpoints that could not be used another name."""
+    def _set_damaged_aside(self) -> None:
+        """Rename the damaged checkpoints."""
         for path in sorted(self._damaged):
             if os.path.lexists(path):
                 os.rename(path, unused_name(path, DAMAGED))
@@ -226,19 +248,20 @@ class CheckpointStore:
     def _point_latest(self, final: Path) -> None:
         write_whole(self.folder / LATEST, final.name, synced=True)
 
-    def _unused(self, step: int) -> Path:
-        """A step that is run again gets a name of its own: nothing valid is ever moved or overwritten."""
+    def _unused_path(self, step: int) -> Path:
+        """Return an unused path for a step. If the step was run before, it has a suffix: nothing valid is ever moved or
+        overwritten."""
         attempt = 0
         while os.path.lexists(final := self.folder / _name(step, attempt)):
             attempt += 1
         return final
 
     def _prune(self, newest: Path) -> None:
-        """Remove what is older than the last ``keep``, and what is newer than the one just written: that
-        belongs to a history which was resumed from an earlier step."""
+        """Delete the checkpoints older than the last ``keep``, and those newer than the one just written, which belong
+        to a history that was resumed from an earlier step."""
         older = sorted((f for f in self._folders() if _order(f) < _order(newest)), key=_order, reverse=True)
-        gone = older[self.keep - 1 :] + [f for f in self._folders() if _order(f) > _order(newest)]
-        for path in [*gone, *self.folder.glob("ckpt-*.tmp")]:
+        superseded = older[self.keep - 1 :] + [f for f in self._folders() if _order(f) > _order(newest)]
+        for path in [*superseded, *self.folder.glob("ckpt-*.tmp")]:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -247,7 +270,7 @@ def _name(step: int, attempt: int = 0) -> str:
 
 
 def _order(folder: Path) -> tuple[int, int]:
-    """(step, attempt) of a checkpoint's folder."""
+    """Return (step, attempt) of a checkpoint's folder, by which checkpoints are ordered."""
     match = _NAME.fullmatch(folder.name)
     return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
@@ -257,13 +280,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def saved_file(path: Path) -> SavedFile:
-    """Sync a file that was just written, and say how long it is and what it holds."""
+    """Sync a file that was just written, and return its size in bytes and its hash."""
     sync(path)
     return SavedFile(str(path), path.stat().st_size, _sha256(path))
 
 
-def _known(folder: Path, saved: Iterable[SavedFile]) -> dict[Path, SavedFile]:
-    """What writers said about the files of a folder. Raises OSError for a file that is not there, or not so long."""
+def _check_saved(folder: Path, saved: Iterable[SavedFile]) -> dict[Path, SavedFile]:
+    """Return the files that writers reported, by path. Raises OSError for one that is missing or has another size."""
     known = {}
     for file in saved:
         path = Path(file.path)
@@ -273,7 +296,7 @@ def _known(folder: Path, saved: Iterable[SavedFile]) -> dict[Path, SavedFile]:
     return known
 
 
-def _manifest(folder: Path, step: int, known: Mapping[Path, SavedFile]) -> dict[str, Any]:
+def _build_manifest(folder: Path, step: int, known: Mapping[Path, SavedFile]) -> dict[str, Any]:
     files = [
         {
             "path": str(path.relative_to(folder)),
@@ -285,9 +308,9 @@ def _manifest(folder: Path, step: int, known: Mapping[Path, SavedFile]) -> dict[
     return {"step": step, "files": files}
 
 
-def _names(folder: Path) -> list[str]:
-    """Return the names in a folder; [] where there is none. Raises OSError, also for a link to nowhere, which is what
-    is left of a disk that is not mounted."""
+def _list_names(folder: Path) -> list[str]:
+    """Return the names in a folder; [] if it does not exist. Raises OSError, also for a dangling link, which may point
+    to a disk that is not mounted."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:
@@ -296,45 +319,49 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _listed(folder: Path) -> dict[str, tuple[int, str]]:
-    """Return size and hash of every file of a checkpoint by its manifest. Raises OSError, ValueError, KeyError and
-    TypeError."""
+def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return size and hash of every file of a checkpoint according to its manifest.
+
+    Raises OSError, ValueError, KeyError and TypeError.
+    """
     manifest = json.loads((folder / MANIFEST).read_bytes().decode())
-    listed = {str(entry["path"]): (int(entry["size"]), str(entry["sha256"])) for entry in manifest["files"]}
-    if manifest["step"] != _order(folder)[0] or STATE not in listed:
+    files = {str(entry["path"]): (int(entry["size"]), str(entry["sha256"])) for entry in manifest["files"]}
+    if manifest["step"] != _order(folder)[0] or STATE not in files:
         raise ValueError("it is about something else")
-    return listed
+    return files
 
 
-def _defect(folder: Path) -> str | None:
-    """Return why a checkpoint cannot be used; None if it is as it was written. Raises OSError where that cannot be
-    known now."""
-    return _difference(folder, lambda name: True)
+def _find_defect(folder: Path) -> str | None:
+    """Return why a checkpoint cannot be used; None if it is intact. Raises OSError if it cannot be read now."""
+    return _compare(folder, lambda name: True)
 
 
-def _rough_defect(folder: Path) -> str | None:
-    """Return what ``_defect`` does, as far as it can be known without reading large files."""
-    return _difference(folder, lambda name: name == STATE)
+def _find_rough_defect(folder: Path) -> str | None:
+    """Return why a checkpoint cannot be used, without reading its large files; None if it looks intact."""
+    return _compare(folder, lambda name: name == STATE)
 
 
-def _difference(folder: Path, hashed: Callable[[str], bool]) -> str | None:
-    """Compare a checkpoint with its manifest, by the hash for files that are to be ``hashed``, else by the size."""
+def _compare(folder: Path, is_hashed: Callable[[str], bool]) -> str | None:
+    """Compare a checkpoint with its manifest, by hash for the files that ``is_hashed`` selects and by size for others.
+
+    Returns the first difference; None if there is none. Raises OSError if that cannot be determined now.
+    """
     if not folder.is_dir():
         return "it is no folder" if folder.exists() else "it is a link to nowhere"
     try:
-        listed = _listed(folder)
+        files = _read_manifest(folder)
     except OSError as error:
         if error.errno not in _ABSENT:
             raise
         return f"{MANIFEST} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read: {error or type(error).__name__}"
-    for name, (size, digest) in listed.items():
+    for name, (size, digest) in files.items():
         path = folder / name
         try:
             if not path.is_file():
                 return f"{name} is missing"
-            if path.stat().st_size != size or (hashed(name) and _sha256(path) != digest):
+            if path.stat().st_size != size or (is_hashed(name) and _sha256(path) != digest):
                 return f"{name} differs from the manifest"
         except OSError as error:
             if error.errno not in _ABSENT:
@@ -343,7 +370,7 @@ def _difference(folder: Path, hashed: Callable[[str], bool]) -> str | None:
     return None
 
 
-def _state(folder: Path) -> dict[str, Any]:
+def _read_state(folder: Path) -> dict[str, Any]:
     """Return the master's state in a checkpoint. Raises OSError."""
     return json.loads((folder / STATE).read_bytes().decode())
 
@@ -353,8 +380,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _sync_tree(folder: Path, synced: Iterable[Path]) -> None:
-    done = set(synced)
+def _sync_tree(folder: Path, already_synced: Iterable[Path]) -> None:
+    skipped = set(already_synced)
     for path in [*folder.rglob("*"), folder]:
-        if path not in done:
+        if path not in skipped:
             sync(path)

@@ -1,4 +1,4 @@
-"""FunctionExecutor: runs the dataflow graph step by step (docs/reference/dataflow.md, section 5).
+"""FunctionExecutor: runs the dataflow graph step by step (docs/reference/dataflow.md 5).
 
 Runs in the master's event loop.
 

@@ -1,5 +1,8 @@
-"""Generates for a trainer with an engine that is not its own module, such as a vLLM server: in synchronous runs and in
-evaluations. Weights reach it before the first token of a version, and are proven as in asynchronous runs."""
+"""Generation for a trainer by a separate engine, such as a vLLM server, in synchronous runs and evaluations.
+
+The engine gets the trainer's weights before the first token of each version, with the same digests and the same
+self-test as in asynchronous runs.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,23 @@ from realhf.api.config import GenConfig
 from realhf.api.generation import StreamingGenerator, WeightsManifest
 from realhf.api.model import Engine, GenOutput, GenRequest
 from realhf.base import process_clock
-from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, WeightTrial, WrongWeights, check_held, verdict
+from realhf.dataflow.weight_proof import (
+    HeldWeights,
+    WeightProbe,
+    WeightTrial,
+    WrongWeights,
+    check_held,
+    find_probe_error,
+)
 from realhf.transport.weights import layout
 
 
 class ServedGeneration:
-    """Implements ``GenerationEngine`` on a streaming engine, whose tokens are those of ``trainer``'s weights. ``name``
-    is what errors call it; ``timeout_s`` bounds a batch. Closing the streaming engine is its owner's."""
+    """``GenerationEngine`` on top of a streaming engine that has the weights of ``trainer``.
+
+    ``name`` names the engine in errors, ``probe`` is the token prefix of the self-test, ``timeout_s`` bounds a batch.
+    The owner of the streaming engine closes it.
+    """
 
     def __init__(
         self,
@@ -31,25 +44,31 @@ class ServedGeneration:
         probe: Sequence[int],
         timeout_s: float,
     ) -> None:
-        self._trainer, self._served, self._name, self._timeout_s = trainer, served, name, timeout_s
-        self._limit = context_limit
+        self._trainer = trainer
+        self._served = served
+        self._name = name
+        self._timeout_s = timeout_s
+        self._context_limit = context_limit
         self._held = HeldWeights(served)
         self._probe = WeightProbe(served, list(probe), "recompute")
-        self._proven = False
+        self._self_test_passed = False
 
     @property
     def context_limit(self) -> int:
-        """See ``GenerationEngine``."""
-        return self._limit
+        """Largest length of a sequence, in tokens."""
+        return self._context_limit
 
     def generate(
         self, requests: Sequence[GenRequest], config: GenConfig, *, stop_ids: Sequence[int], seed: int
     ) -> list[GenOutput]:
-        """See ``GenerationEngine``. Raises ValueError for a slot that is named twice, what the engine raises for a
-        request, TimeoutError, and WrongWeights where the engine has other weights than the trainer."""
+        """Sample a turn for every request with the trainer's current weights.
+
+        Raises ValueError for a slot in two requests, the engine's error for a request, TimeoutError, and WrongWeights
+        if the engine has other weights than the trainer.
+        """
         if len({request.slot for request in requests}) != len(requests):
             raise ValueError("generate: a slot is named by two requests")
-        self._bring_up()
+        self._update_weights()
         outcomes: dict[int, GenOutput | Exception] = {}
         changed = threading.Condition()
 
@@ -59,8 +78,8 @@ class ServedGeneration:
                     outcomes[index] = outcome
                     changed.notify_all()
 
-            own = request.seed if request.seed is not None else _seed(seed, index)
-            self._served.submit(_seeded(request, own), config, stop_ids, done)
+            request_seed = request.seed if request.seed is not None else _derive_seed(seed, index)
+            self._served.submit(_with_seed(request, request_seed), config, stop_ids, done)
 
         for index, request in enumerate(requests):
             submit(request, index)
@@ -71,30 +90,30 @@ class ServedGeneration:
         if not complete:
             self._served.abort([request.slot for request in requests])
             raise TimeoutError(f"{self._name} did not sample {len(requests)} turns within {self._timeout_s:g} s")
-        found = [outcomes[index] for index in range(len(requests))]
-        outputs = [outcome for outcome in found if isinstance(outcome, GenOutput)]
-        for outcome in found:
+        in_order = [outcomes[index] for index in range(len(requests))]
+        outputs = [outcome for outcome in in_order if isinstance(outcome, GenOutput)]
+        for outcome in in_order:
             if isinstance(outcome, Exception):
                 raise outcome
         return outputs
 
     def free(self, slots: Sequence[int] | None = None) -> None:
-        """Forget what is cached for these slots, if the engine keeps anything by slot."""
+        """Free the cache of these slots, if the engine keeps a cache by slot."""
         if slots:
             self._served.free(slots)
 
-    def _bring_up(self) -> None:
-        """Load the trainer's weights if they are newer, and prove the first time that they arrive."""
+    def _update_weights(self) -> None:
+        """Load the trainer's weights if their version is another one; run the self-test after the first load."""
         version = self._trainer.version
         if self._served.version == version:
             return
         digest = self._load(version)
-        if not self._proven:
-            self._prove(version, digest)
-            self._proven = True
+        if not self._self_test_passed:
+            self._run_self_test(version, digest)
+            self._self_test_passed = True
 
     def _load(self, version: int, trial: int = 0) -> str:
-        """Load the weights of now and return their digest. Raises WrongWeights."""
+        """Load the trainer's current weights and return their digest. Raises WrongWeights."""
         before = self._served.version
         changed = [] if trial else self._held.changed()
         tensors = self._trainer.weights()
@@ -105,34 +124,36 @@ class ServedGeneration:
         check_held(self._name, manifest, UpdateWeightsAnswer(0.0, 0.0, 0.0, held, changed), before)
         return manifest.digest
 
-    def _prove(self, version: int, digest: str) -> None:
+    def _run_self_test(self, version: int, digest: str) -> None:
         """Run the self-test of weight updates, as ``SelfTest`` does between processes. Raises WrongWeights."""
         trial = WeightTrial()
-        old = self._probe.sample(ProbeRequest(False))
+        before = self._probe.sample(ProbeRequest(False))
         trial.step(TRIAL_CHANGE, self._trainer, self._trainer.weights(), [])
         probes: list[Probe] = []
         try:
             self._load(version, TRIAL_CHANGE)
             probes.append(self._probe.sample(ProbeRequest(False)))
         finally:
-            # The trainer must have its own weights again, whatever the engine did.
-            changed, restored = trial.step(TRIAL_RESTORE, self._trainer, self._trainer.weights(), probes)
+            # Restore the trainer's own weights in any case, even if the engine failed.
+            changed_scores, restored_scores = trial.step(TRIAL_RESTORE, self._trainer, self._trainer.weights(), probes)
         if self._load(version, TRIAL_RESTORE) != digest:
             raise WrongWeights("the trainer's weights are not as they were before the self-test of weight updates")
-        back = self._probe.sample(ProbeRequest(True))
-        if error := verdict(old, probes[0], back, (changed[0], restored[0]) if changed else None):
+        restored = self._probe.sample(ProbeRequest(True))
+        scores = (changed_scores[0], restored_scores[0]) if changed_scores else None
+        if error := find_probe_error(before, probes[0], restored, scores):
             raise WrongWeights(f"{self._name} failed the self-test of weight updates: {error}")
 
 
 class ServedEngine:
-    """Is a trainer's engine whose tokens come from elsewhere; everything else is the engine's own."""
+    """A trainer's engine whose generation is that of ``ServedGeneration``; all else is delegated to the engine."""
 
     def __init__(self, engine: Engine, generation: ServedGeneration) -> None:
-        self._engine, self._generation = engine, generation
+        self._engine = engine
+        self._generation = generation
 
     @property
     def version(self) -> int:
-        """See ``Engine``."""
+        """Version of the policy weights."""
         return self._engine.version
 
     @version.setter
@@ -140,17 +161,17 @@ class ServedEngine:
         self._engine.version = value
 
     def generator(self) -> ServedGeneration:
-        """See ``Engine``."""
+        """Return the engine that generates."""
         return self._generation
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
 
-def _seed(seed: int, index: int) -> int:
-    """Return the seed of a request of a batch that has none of its own."""
+def _derive_seed(seed: int, index: int) -> int:
+    """Return the seed of request number ``index`` of a batch with ``seed``."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _seeded(request: GenRequest, seed: int) -> GenRequest:
+def _with_seed(request: GenRequest, seed: int) -> GenRequest:
     return GenRequest(request.slot, request.token_ids, request.sampled, seed)

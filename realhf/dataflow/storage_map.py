@@ -1,4 +1,4 @@
-"""Which worker holds which tensor, and how a call's inputs get to where it runs.
+"""Map of which worker stores which tensor, and the plan of the transfers that bring a call's inputs to its workers.
 
 Source: docs/reference/dataflow.md 5 and 7.
 """
@@ -12,59 +12,63 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fetch:
-    """``dst`` reads ``keys`` of ``ids`` from ``src``, peer to peer."""
+    """A peer-to-peer transfer between two workers."""
 
     dst: str
+    """The worker that reads."""
     src: str
+    """The worker that it reads from."""
     ids: tuple[str, ...]
+    """Samples."""
     keys: tuple[str, ...]
+    """Keys of each sample."""
 
 
 class DataLost(KeyError):
-    """No living worker holds a value that a call needs."""
+    """No living worker stores a value that a call needs."""
 
 
 class StorageMap:
-    """Ownership: sample id -> key -> names of the workers that hold it. Names only, never a tensor."""
+    """Owners of all values: sample id -> key -> names of the workers that store it. It holds names, never tensors."""
 
     def __init__(self) -> None:
         self._owners: dict[str, dict[str, list[str]]] = {}
 
     def __len__(self) -> int:
-        """Samples of which some worker holds something."""
+        """Return the number of samples with a value on some worker."""
         return len(self._owners)
 
     def record(self, ids: Iterable[str], keys: Iterable[str], worker: str) -> None:
-        """``worker`` now holds these keys of these samples."""
+        """Record that ``worker`` stores these keys of these samples."""
         names = tuple(keys)
         for sample_id in ids:
-            held = self._owners.setdefault(sample_id, {})
+            owners_by_key = self._owners.setdefault(sample_id, {})
             for key in names:
-                owners = held.setdefault(key, [])
+                owners = owners_by_key.setdefault(key, [])
                 if worker not in owners:
                     owners.append(worker)
 
     def owners(self, sample_id: str, key: str) -> tuple[str, ...]:
-        """Workers that hold the value, in the order in which they got it."""
+        """Return the workers that store the value, in the order in which they were recorded."""
         return tuple(self._owners.get(sample_id, {}).get(key, ()))
 
     def ids(self) -> list[str]:
-        """Every sample of which some worker holds something."""
+        """Return all samples with a value on some worker."""
         return list(self._owners)
 
     def forget(self, ids: Iterable[str]) -> dict[str, list[str]]:
-        """Drop these samples; returns {worker: ids it must clear}."""
-        clear: dict[str, list[str]] = {}
+        """Remove samples; return for each worker the ids that it must clear."""
+        ids_by_worker: dict[str, list[str]] = {}
         for sample_id in ids:
-            held = self._owners.pop(sample_id, {})
-            for worker in sorted({name for owners in held.values() for name in owners}):
-                clear.setdefault(worker, []).append(sample_id)
-        return clear
+            owners_by_key = self._owners.pop(sample_id, {})
+            for worker in sorted({name for owners in owners_by_key.values() for name in owners}):
+                ids_by_worker.setdefault(worker, []).append(sample_id)
+        return ids_by_worker
 
     def plan(
         self, placement: Mapping[str, Sequence[str]], keys: Sequence[str], hosts: Mapping[str, str]
     ) -> list[Fetch]:
-        """See ``make_transfer_plan``."""
+        """Return the transfers by ``make_transfer_plan`` for the recorded owners."""
         return make_transfer_plan(self._owners, placement, keys, hosts)
 
 
@@ -74,17 +78,17 @@ def make_transfer_plan(
     keys: Sequence[str],
     hosts: Mapping[str, str],
 ) -> list[Fetch]:
-    """The transfers that bring ``keys`` of ``placement[worker]`` to every worker. Pure and deterministic.
+    """Return the transfers that bring ``keys`` of the samples ``placement[worker]`` to every worker.
 
-    A value the worker holds is not transferred. Otherwise the source is an owner on the same host (``hosts``:
-    worker -> host) if there is one, and among those the one with the fewest values planned so far. Transfers
-    of one pair of workers are merged when they are about the same keys. Raises DataLost when nobody in
-    ``hosts`` holds a value.
+    A value that the worker stores is not transferred. Otherwise the source is an owner on the same host (``hosts``:
+    worker -> host) if there is one, and among equals the one with the fewest values planned so far. Transfers between
+    the same two workers are merged if they have the same keys. Raises DataLost if no worker in ``hosts`` stores a
+    value. Pure and deterministic.
     """
     planned: Counter[str] = Counter()
     fetches: list[Fetch] = []
     for dst, ids in placement.items():
-        wanted: dict[str, dict[str, list[str]]] = {}
+        keys_by_source: dict[str, dict[str, list[str]]] = {}
         for sample_id in ids:
             for key in keys:
                 owners = [w for w in ownership.get(sample_id, {}).get(key, ()) if w in hosts]
@@ -95,16 +99,17 @@ def make_transfer_plan(
                 near = [w for w in owners if hosts[w] == hosts.get(dst)] or owners
                 src = min(near, key=lambda w: (planned[w], w))
                 planned[src] += 1
-                wanted.setdefault(src, {}).setdefault(sample_id, []).append(key)
-        fetches += _merged(dst, wanted)
+                keys_by_source.setdefault(src, {}).setdefault(sample_id, []).append(key)
+        fetches += _merge_fetches(dst, keys_by_source)
     return fetches
 
 
-def _merged(dst: str, wanted: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Fetch]:
+def _merge_fetches(dst: str, keys_by_source: Mapping[str, Mapping[str, Sequence[str]]]) -> list[Fetch]:
+    """Return one fetch for all samples that ``dst`` reads the same keys of from the same source."""
     fetches = []
-    for src in sorted(wanted):
+    for src in sorted(keys_by_source):
         groups: dict[tuple[str, ...], list[str]] = {}
-        for sample_id, keys in wanted[src].items():
+        for sample_id, keys in keys_by_source[src].items():
             groups.setdefault(tuple(keys), []).append(sample_id)
         fetches += [Fetch(dst, src, tuple(ids), keys) for keys, ids in groups.items()]
     return fetches

@@ -1,5 +1,4 @@
-"""Proves that engines hold, and compute with, the weights they were given: digests, probes, trial changes and the
-verdict."""
+"""Checks that engines hold, and compute with, the weights that they were sent: digests, probes and trial changes."""
 
 from __future__ import annotations
 
@@ -26,15 +25,17 @@ if TYPE_CHECKING:
 
 
 class HeldWeights:
-    """Follows the weights of one engine. Not thread-safe: call it where weights are loaded."""
+    """Digests of the weights of one engine across updates. Not thread-safe: use it in the thread that loads weights."""
 
     def __init__(self, engine: StreamingGenerator) -> None:
         self._engine = engine
         self._held: dict[str, HeldTensor] = {}
-        self._given: dict[str, str] = {}
+        """Tensors that the engine held after the last update, by name."""
+        self._sent: dict[str, str] = {}
+        """Digests of the tensors of the last update, by name."""
 
     def changed(self) -> list[ChangedTensor]:
-        """Return the tensors that are not what they were after the last update."""
+        """Return the tensors that have changed since the last update."""
         proven = {name: tensor for name, tensor in self._held.items() if tensor.proven}
         if not proven:
             return []
@@ -46,41 +47,48 @@ class HeldWeights:
         ]
 
     def after(self, manifest: WeightsManifest, tensors: Mapping[str, Tensor]) -> dict[str, HeldTensor] | None:
-        """Return what the engine holds after it has loaded ``tensors``; None where it cannot tell. In a self-test,
-        which changes a few tensors, the others are not computed anew: ``changed`` does that before the next update."""
+        """Return the tensors that the engine holds after it has loaded ``tensors``; None if it cannot tell.
+
+        A self-test changes only a few tensors: the digests of the others are reused here, and ``changed`` computes them
+        before the next update.
+        """
         import torch
 
         known = self._held if manifest.trial else {}
-        same = {s.name for s in manifest.slots if s.name in known and self._given.get(s.name) == s.digest}
-        held = self._engine.weight_digests([slot.name for slot in manifest.slots if slot.name not in same])
-        held |= {name: known[name] for name in same}
-        self._held, self._given = held, {slot.name: slot.digest for slot in manifest.slots}
+        unchanged = {s.name for s in manifest.slots if s.name in known and self._sent.get(s.name) == s.digest}
+        held = self._engine.weight_digests([slot.name for slot in manifest.slots if slot.name not in unchanged])
+        held |= {name: known[name] for name in unchanged}
+        self._held = held
+        self._sent = {slot.name: slot.digest for slot in manifest.slots}
         if not held and manifest.slots:
             return None
-        digester, told = TensorDigester(), dict(held)
+        digester = TensorDigester()
+        answer = dict(held)
         for slot in manifest.slots:
-            found = held.get(slot.name)
-            if found is not None and found.proven and found.dtype != slot.dtype:
-                converted = tensors[slot.name].to(getattr(torch, TORCH_NAMES[found.dtype]))
-                told[slot.name] = HeldTensor(found.dtype, found.digest, digester.digest(converted))
-        return told
+            tensor = held.get(slot.name)
+            if tensor is not None and tensor.proven and tensor.dtype != slot.dtype:
+                # The engine keeps another dtype: add the digest that the sent tensor has after this conversion.
+                converted = tensors[slot.name].to(getattr(torch, TORCH_NAMES[tensor.dtype]))
+                answer[slot.name] = HeldTensor(tensor.dtype, tensor.digest, digester.digest(converted))
+        return answer
 
 
-NEAR = 0.2
-"""Mean distance of an engine's log-probabilities under the changed weights from the trainer's, as a share of how far
-the change moved the trainer's. Rounding in bf16 is a few hundredths; an engine that computes with another matrix is
-near 1."""
-STIR = 0.01
-"""Share of the same within which an engine that is not exact in itself may miss what it said before the change."""
+MAX_DISTANCE_TO_TRAINER = 0.2
+"""Largest mean difference between the log-probabilities of an engine and of the trainer under the changed weights, as a
+fraction of the mean difference that the change makes for the trainer. bf16 rounding gives a few hundredths, an engine
+that computes with another matrix about 1."""
+MAX_DISTANCE_AFTER_RESTORE = 0.01
+"""Largest mean difference between the log-probabilities of an engine before the change and after the restoration, as a
+fraction of the same: for engines that are not deterministic."""
 
 
 class WrongWeights(RuntimeError):
-    """An engine holds, or computes with, other weights than those that it was given: what it samples proves nothing."""
+    """An engine holds, or computes with, other weights than those it was sent, so its samples are not of the policy."""
 
 
 def check_held(worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer, before: int) -> None:
-    """Raise WrongWeights where an engine does not hold the tensors of the manifest, or did not hold those of version
-    ``before`` until now. The error names the tensor, what was expected and what was found."""
+    """Raise WrongWeights if an engine does not hold the tensors of the manifest, or its previous weights (version
+    ``before``) changed in use. The error names the tensor, the expected digest and the found one."""
     if answer.changed:
         first = answer.changed[0]
         raise WrongWeights(
@@ -93,7 +101,7 @@ def check_held(worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnsw
     for slot in manifest.slots:
         held = answer.held.get(slot.name)
         if held is not None and not held.proven:
-            continue  # the record counts it, with a warning
+            continue  # cannot be checked; ``WeightRecord.held`` counts it and warns
         expected = slot.digest if held is None or held.dtype == slot.dtype else held.expected
         if held is None or held.digest != expected:
             found = "nothing of that name" if held is None else f"{held.digest} ({held.dtype})"
@@ -107,39 +115,46 @@ def _share(count: int, manifest: WeightsManifest) -> str:
     return f"{count} of {len(manifest.slots)} tensors"
 
 
-def verdict(old: Probe, new: Probe, back: Probe, scores: tuple[Sequence[float], Sequence[float]] | None) -> str:
-    """Return what an engine does wrong, or "". ``old``, ``new`` and ``back``: what it sampled under the first weights,
-    the changed and the first again; ``scores``: what the trainer says about the tokens of ``new`` under the changed and
-    the first weights, None where it cannot."""
-    if not all(math.isfinite(value) for probe in (old, new, back) for value in probe.logprobs):
-        return f"log-probabilities are not finite: {old.logprobs}, {new.logprobs}, {back.logprobs}"
-    if not old.logprobs or not new.logprobs:
+def find_probe_error(
+    before: Probe, changed: Probe, restored: Probe, scores: tuple[Sequence[float], Sequence[float]] | None
+) -> str:
+    """Return what the probes of a self-test show that an engine does wrong; "" if nothing.
+
+    ``before``, ``changed`` and ``restored``: its samples under the original weights, the changed ones and the original
+    ones again. ``scores``: the trainer's log-probabilities of the tokens of ``changed`` under the changed and the
+    original weights; None if it cannot compute them.
+    """
+    if not all(math.isfinite(value) for probe in (before, changed, restored) for value in probe.logprobs):
+        return f"log-probabilities are not finite: {before.logprobs}, {changed.logprobs}, {restored.logprobs}"
+    if not before.logprobs or not changed.logprobs:
         return "it sampled nothing"
-    if new == old:
+    if changed == before:
         return (
             "it ignores updates, or answers from a cache: changed weights left the log-probabilities of the probe as "
-            f"they were, {old.logprobs}"
+            f"they were, {before.logprobs}"
         )
-    moved = _distance(old, new)
+    effect = _mean_distance(before, changed)
     if scores is not None:
-        changed, first = scores
-        moved = fmean(abs(a - b) for a, b in zip(changed, first, strict=True))
-        missed = fmean(abs(a - b) for a, b in zip(new.logprobs, changed, strict=True))
-        if missed > NEAR * moved:
+        trainer_changed, trainer_original = scores
+        effect = fmean(abs(a - b) for a, b in zip(trainer_changed, trainer_original, strict=True))
+        error = fmean(abs(a - b) for a, b in zip(changed.logprobs, trainer_changed, strict=True))
+        if error > MAX_DISTANCE_TO_TRAINER * effect:
             return (
-                f"under the changed weights it computes {new.logprobs}, the trainer {list(changed)} for the same "
-                "tokens: a part of its weights, or of its cache, is not of this version"
+                f"under the changed weights it computes {changed.logprobs}, the trainer {list(trainer_changed)} for "
+                "the same tokens: a part of its weights, or of its cache, is not of this version"
             )
-    if back != old and (back.token_ids != old.token_ids or _distance(old, back) > STIR * moved):
+    if restored != before and (
+        restored.token_ids != before.token_ids or _mean_distance(before, restored) > MAX_DISTANCE_AFTER_RESTORE * effect
+    ):
         return (
-            f"with the first weights again it computes {back.logprobs}, before {old.logprobs}: it did not take all of "
-            "the update, or answers from a cache"
+            f"with the first weights again it computes {restored.logprobs}, before {before.logprobs}: it did not take "
+            "all of the update, or answers from a cache"
         )
     return ""
 
 
-def _distance(one: Probe, other: Probe) -> float:
-    """Return the mean difference of the log-probabilities of two probes, or infinity where tokens differ."""
+def _mean_distance(one: Probe, other: Probe) -> float:
+    """Return the mean absolute difference of the log-probabilities of two probes; infinity if their tokens differ."""
     if one.token_ids != other.token_ids:
         return math.inf
     return fmean(abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True))
@@ -149,36 +164,42 @@ WEIGHTS_FILE = "weights.jsonl"
 
 
 class WeightRecord:
-    """Appends to ``weights.jsonl`` of a run: the digest of every version that was published, and that every engine
-    held it. Versions of a run that goes on are compared with what was published before; ``warn`` is told of a
-    difference, and of engines that cannot tell what they hold."""
+    """Record of all weight versions in ``weights.jsonl`` of the run: their digests, and the engines that held them.
+
+    A resumed run compares its versions with those published before. ``warn(text)`` is called about a difference, and
+    about engines that cannot report their weights.
+    """
 
     def __init__(self, folder: Path, warn: Callable[[str], None], *, completed_steps: int = 0) -> None:
-        """Read what a run that goes on after ``completed_steps`` has published. Raises OSError."""
-        self._path, self._warn = folder / WEIGHTS_FILE, warn
-        self._untold: set[str] = set()
+        """Read the versions that a run resumed after ``completed_steps`` has published before. Raises OSError."""
+        self._path = folder / WEIGHTS_FILE
+        self._warn = warn
+        self._warned: set[str] = set()
+        """Engines that a warning was given about."""
         self._last = (-1, "")
-        self._earlier, unpublished = _published(self._path)
+        """Version and digest of the last publication."""
+        self._earlier, unpublished = _read_published(self._path)
         if completed_steps and completed_steps not in {*self._earlier, *unpublished}:
             warn(
                 f"{self._path} does not say which weights version {completed_steps} had; whether the run goes on with "
                 "the same ones is not compared"
             )
         if self._path.exists() and not self._path.read_bytes().endswith(b"\n"):
-            self._path.open("a").write("\n")  # who wrote the last line was killed meanwhile
+            self._path.open("a").write("\n")  # the process was killed while it wrote the last line
 
     def published(self, manifest: WeightsManifest) -> None:
-        """The trainer has published a version. The second time in a row, as by the self-test, is not written down."""
+        """Record the publication of a version. A repetition of the last one, as by the self-test, is left out."""
         if (manifest.version, manifest.digest) == self._last:
             return
-        self._last = manifest.version, manifest.digest
-        digest, earlier = manifest.digest, self._earlier.pop(manifest.version, None)
+        self._last = (manifest.version, manifest.digest)
+        digest = manifest.digest
+        earlier = self._earlier.pop(manifest.version, None)
         if earlier is not None and earlier != digest:
             self._warn(
                 f"the weights of version {manifest.version} are not those that this run published before it was "
                 f"interrupted: digest {digest}, then {earlier}"
             )
-        self._earlier.clear()  # later versions of an earlier process are another history
+        self._earlier.clear()  # later versions of an earlier process belong to another history
         self._write(
             event="published",
             version=manifest.version,
@@ -188,11 +209,11 @@ class WeightRecord:
         )
 
     def unpublished(self, version: int) -> None:
-        """A checkpoint holds a version that was not published, because the run stops."""
+        """Record that a checkpoint holds a version that was not published, because the run stops."""
         self._write(event="unpublished", version=version)
 
     def held(self, worker: str, manifest: WeightsManifest, answer: UpdateWeightsAnswer) -> None:
-        """An engine has loaded a version, and holds it as far as it can tell."""
+        """Record that an engine has loaded a version, with the digest of the tensors that it can report."""
         if answer.held is not None:
             digest = joint_digest({name: tensor.digest for name, tensor in answer.held.items() if tensor.proven})
             unproven = sorted(name for name, tensor in answer.held.items() if not tensor.proven)
@@ -205,12 +226,12 @@ class WeightRecord:
         self._warn_once(worker, f"the engine of {worker} cannot tell which weights it holds")
 
     def _warn_once(self, worker: str, text: str) -> None:
-        if worker not in self._untold:
-            self._untold.add(worker)
+        if worker not in self._warned:
+            self._warned.add(worker)
             self._warn(f"{text}; the self-test alone speaks for it")
 
     def proven(self, version: int, workers: list[str]) -> None:
-        """The self-test has passed."""
+        """Record that workers have passed the self-test."""
         self._write(event="self-test", version=version, engines=workers)
 
     def _write(self, **row: object) -> None:
@@ -218,65 +239,77 @@ class WeightRecord:
             file.write(json.dumps({"time": round(time.time(), 3), **row}) + "\n")
 
 
-def _published(path: Path) -> tuple[dict[int, str], set[int]]:
-    """Return the digest of the last weights that were published under each version, and the versions that are known not
-    to have been; a torn last line is left out."""
-    found: dict[int, str] = {}
+def _read_published(path: Path) -> tuple[dict[int, str], set[int]]:
+    """Return the digest last published for each version, and the versions recorded as unpublished.
+
+    Lines that cannot be parsed, such as a torn last line, are left out.
+    """
+    digests: dict[int, str] = {}
     unpublished: set[int] = set()
     if path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
                 if row["event"] == "published":
-                    found[int(row["version"])] = str(row["digest"])
+                    digests[int(row["version"])] = str(row["digest"])
                 elif row["event"] == "unpublished":
                     unpublished.add(int(row["version"]))
             except (ValueError, KeyError, TypeError):
                 continue
-    return found, unpublished
+    return digests, unpublished
 
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 0123456789 are the digits; list every bucket, then stop. "
+"""Text of the probe's prefix, repeated as needed."""
 NEW_TOKENS = 4
-SHORT, LONG = 12, 144
-"""Prefix tokens. vLLM caches blocks of 128 tokens on the CPU and of 16 elsewhere: the long prefix holds such a block,
-so that keys and values of earlier weights would be found, and the short one none, where keeping them is asked for."""
+"""Tokens that an engine samples for a probe."""
+# Tokens of the prefix. vLLM caches blocks of 128 tokens on the CPU and of 16 elsewhere. The long prefix fills a block,
+# so a cache that outlives an update is detected. The short one fills none, for engines that are to keep their cache.
+SHORT_PREFIX = 12
+LONG_PREFIX = 144
 SLOT = -1
-"""The probe's slot; those of clients start at 0."""
+"""Slot of the probe; the slots of clients start at 0."""
 WAIT_S = 300.0
-"""Longest time for one probe, with which a server may compile."""
+"""Timeout of one probe in seconds; a server may compile at its first request."""
 
 
 def probe_ids(tokenizer: Any, engine: str, kv_policy: str, limit: int | None) -> list[int]:
-    """Return the prefix for an engine of this name, which takes sequences of ``limit`` tokens."""
+    """Return the token prefix of the probe for an engine of this name. ``limit``: its longest sequence, in tokens."""
     ids = [int(token) for token in tokenizer.encode(TEXT, add_special_tokens=False)] or [0]
-    count = LONG if engine == "vllm" and kv_policy == "recompute" else SHORT
-    room = count if limit is None else max(1, min(count, limit - NEW_TOKENS))
-    return (ids * (room // len(ids) + 1))[:room]
+    length = LONG_PREFIX if engine == "vllm" and kv_policy == "recompute" else SHORT_PREFIX
+    if limit is not None:
+        length = max(1, min(length, limit - NEW_TOKENS))
+    return (ids * (length // len(ids) + 1))[:length]
 
 
 class WeightProbe:
-    """Probes one engine. One that recomputes under new weights (``kv_policy``) may keep the prefix cached between two
-    probes, on purpose: it must not use what it computed under other weights."""
+    """Sampler of probes from one engine.
+
+    With ``kv_policy="recompute"`` the prefix stays cached between two probes on purpose: an engine that must recompute
+    under new weights must not use the cache of other weights.
+    """
 
     def __init__(self, engine: StreamingGenerator, token_ids: list[int], kv_policy: str) -> None:
-        self._engine, self._token_ids = engine, token_ids
-        self._forgets = kv_policy != "recompute"
+        self._engine = engine
+        self._token_ids = token_ids
+        self._frees_cache = kv_policy != "recompute"
 
     def sample(self, request: ProbeRequest) -> Probe:
-        """Return the prefix with what the engine samples after it. Raises what the engine raises, or TimeoutError."""
-        over, outcomes = threading.Event(), list[GenOutput | Exception]()
+        """Return the prefix and the engine's continuation, with log-probabilities. Raises the engine's error, or
+        TimeoutError."""
+        finished = threading.Event()
+        outcomes: list[GenOutput | Exception] = []
 
         def done(outcome: GenOutput | Exception) -> None:
             outcomes.append(outcome)
-            over.set()
+            finished.set()
 
         config = GenConfig(max_new_tokens=NEW_TOKENS, temperature=1.0)
         self._engine.submit(GenRequest(SLOT, self._token_ids, seed=1), config, (), done)
-        if not process_clock.wait(over.wait, WAIT_S):
+        if not process_clock.wait(finished.wait, WAIT_S):
             self._engine.abort([SLOT])
             raise TimeoutError(f"the engine did not answer the probe of its weights within {WAIT_S:g} s")
-        if request.last or self._forgets:
+        if request.last or self._frees_cache:
             self._engine.free([SLOT])
         outcome = outcomes[0]
         if isinstance(outcome, Exception):
@@ -285,28 +318,36 @@ class WeightProbe:
 
 
 class WeightTrial:
-    """Holds whether an engine's weights are changed. One tensor of each shape is rolled by one along its first
-    dimension, the last one of that shape: the embedding, one matrix of each kind, norms. That moves the
-    log-probabilities of any model whose words differ, and can be undone without a copy. A weight that adapters are
-    merged in changes by its adapter, as in training: ``engine.adapters`` has ``names``, ``disturb`` and ``restore``."""
+    """The temporary change of an engine's weights in a self-test.
+
+    Of the tensors of each shape, the last one is rolled by one along its first dimension: the embedding, one matrix of
+    each kind, norms. This changes the log-probabilities of any model whose token embeddings differ, and can be undone
+    without a copy. A weight with a merged adapter is changed through the adapter, as in training: ``engine.adapters``
+    has ``names``, ``disturb`` and ``restore``.
+    """
 
     def __init__(self) -> None:
         self._changed: list[str] = []
         self._in_place = True
+        """Whether the changed tensors are the engine's own, not copies."""
         self.names: list[str] = []
-        """The tensors that the last step changed, there or back."""
+        """The tensors of the last change or restoration."""
 
     def step(
         self, trial: int, engine: Engine, tensors: Mapping[str, Tensor], probes: Sequence[Probe]
     ) -> tuple[list[list[float]], list[list[float]]]:
-        """Change ``tensors``, the engine's weights, or change them back; 0 does neither. Returns, for the latter, the
-        engine's own log-probabilities of the last tokens of each probe before and after; nothing where ``tensors`` are
-        copies, so that the change is not the engine's. Raises RuntimeError on a step out of turn."""
+        """Change ``tensors``, the engine's weights (``TRIAL_CHANGE``), restore them (``TRIAL_RESTORE``), or neither.
+
+        A restoration returns the engine's own log-probabilities of the sampled tokens of each probe, before and after
+        it. They are empty if ``tensors`` are copies, so that the engine itself was not changed. Raises RuntimeError on
+        a step out of turn.
+        """
         if trial == 0 and not self._changed:
             return [], []
         if trial == TRIAL_CHANGE and not self._changed:
-            self.names = self._changed = _one_of_each_shape(tensors)
-            self._turn(engine, tensors, 1)
+            self._changed = _one_of_each_shape(tensors)
+            self.names = self._changed
+            self._roll(engine, tensors, 1)
             own = engine.weights()
             self._in_place = all(own[name].data_ptr() == tensors[name].data_ptr() for name in self._changed)
             return [], []
@@ -315,15 +356,15 @@ class WeightTrial:
         in_place = self._in_place
         before = [_scores(engine, probe) for probe in probes] if in_place else []
         if in_place:
-            self._turn(engine, tensors, -1)
+            self._roll(engine, tensors, -1)
         self._changed = []
         return before, [_scores(engine, probe) for probe in probes] if in_place else []
 
-    def _turn(self, engine: Engine, tensors: Mapping[str, Tensor], by: int) -> None:
-        """Change the chosen weights, or change them back (``by`` -1)."""
+    def _roll(self, engine: Engine, tensors: Mapping[str, Tensor], by: int) -> None:
+        """Change the selected weights (``by`` 1) or restore them (``by`` -1)."""
         adapters = getattr(engine, "adapters", None)
         adapted = adapters.names.intersection(self._changed) if adapters is not None else frozenset()
-        _roll(tensors, [name for name in self._changed if name not in adapted], by)
+        _roll_tensors(tensors, [name for name in self._changed if name not in adapted], by)
         if adapters is not None and by > 0:
             adapters.disturb(adapted)
         elif adapters is not None:
@@ -335,7 +376,7 @@ def _one_of_each_shape(tensors: Mapping[str, Tensor]) -> list[str]:
     return list(last.values())
 
 
-def _roll(tensors: Mapping[str, Tensor], names: Sequence[str], by: int) -> None:
+def _roll_tensors(tensors: Mapping[str, Tensor], names: Sequence[str], by: int) -> None:
     import torch
 
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Calls workers for the master: one, all ranks of a group call, or all workers of a model role.
+"""The master's calls to workers: to one, to all ranks of a group call, or to all workers of a model role.
 
-A group call is a call that several workers compute together. Each gets the whole batch; what the backend divides among
-them is none of the master's business.
+A group call is a call that several workers compute together. Each gets the whole batch; the backend divides it among
+them, and the master does not need to know how.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ A = TypeVar("A", bound=Message)
 async def ask(
     caller: RpcMaster, worker: str, call: Call[Q, A], request: Q, *, timeout_s: float, step: int = -1, mfc: str = ""
 ) -> A:
-    """The worker's answer. Raises what ``RpcMaster.call`` does, or MessageError for an answer of another form."""
+    """Call a worker and return its answer.
+
+    Raises the errors of ``RpcMaster.call``, and MessageError for an answer of another form.
+    """
     payload = call.pack(request)
     return call.unpack_answer(
         await caller.call(worker, call.name, payload, timeout_s=timeout_s, step=step, mfc=mfc), worker
@@ -50,31 +53,35 @@ async def ask(
 
 
 ABORT_S = 5.0
-"""How long the ranks of a call that failed may take to break off. Until then one of them may name the cause."""
+"""Seconds that the ranks of a failed call have to abort. Until then one of them may report the cause."""
 TOLERANCE = 1e-5
-"""Relative difference that the same statistic may have on two ranks: they add the same numbers."""
+"""Allowed relative difference of a statistic between two ranks, which add the same numbers in different orders."""
 DURATION = "_seconds"
-"""What the name of a statistic ends in that takes another value on each rank."""
+"""Suffix of the names of statistics that differ between ranks."""
 
 
 class RanksDiffer(ValueError):
-    """Two ranks of a group call answered differently."""
+    """Two ranks of a group call reported different statistics."""
 
 
 def is_group_call(mfc: MFCDef, parallel: Parallel) -> bool:
-    """Whether all workers of a role make this call together. Copies of a model play and score apart; a model that is
-    cut over workers scores on all of them."""
+    """Return whether all workers of a role compute this call together.
+
+    Training always is a group call. Inference is one for a model that is sharded over the workers (FSDP), but not for
+    data-parallel copies; generation never is.
+    """
     if parallel.size == 1 or mfc.interface_type is InterfaceType.GENERATE:
         return False
     return parallel.fsdp > 1 or not mfc.interface_type.produces_keys
 
 
 class GroupCallFailed(RuntimeError):
-    """A worker failed, and with it what several compute together; the message names worker and cause."""
+    """A worker failed in a call to several workers; the message names the worker and the cause."""
 
     def __init__(self, worker: str, cause: BaseException) -> None:
         super().__init__(f"{worker}: {cause}")
-        self.worker, self.cause = worker, cause
+        self.worker = worker
+        self.cause = cause
 
 
 async def gather_weights(
@@ -87,8 +94,8 @@ async def gather_weights(
     timeout_s: float,
     step: int = -1,
 ) -> None:
-    """Bring the whole weights of a role together, on each of its workers or on the first, until it trains again. Raises
-    GroupCallFailed."""
+    """Gather the full weights of a sharded role until it trains again: on each of its workers (``everywhere``) or on
+    the first one. Raises GroupCallFailed."""
     number = next(numbers)
     requests = [GatherRequest(role, GroupPart(number, i, len(workers)), everywhere) for i in range(len(workers))]
     await ask_all(caller, workers, GATHER, requests, together=True, timeout_s=timeout_s, step=step)
@@ -105,8 +112,11 @@ async def ask_all(
     step: int = -1,
     mfc: str = "",
 ) -> list[Any]:
-    """Send each worker its request without a pause in between, so that all see the calls of several roles in one order;
-    return the payloads of their answers. Raises GroupCallFailed, which cancels the others."""
+    """Send each worker its request and return the payloads of their answers.
+
+    The requests are sent without an await in between, so that all workers see the calls of several roles in the same
+    order. ``together``: they compute together. Raises GroupCallFailed after cancelling the other calls.
+    """
     payloads = [call.pack(request) for request in requests]
     futures = [
         caller.call(worker, call.name, payload, timeout_s=timeout_s, step=step, mfc=mfc)
@@ -126,12 +136,12 @@ async def first_failure(
 ) -> GroupCallFailed | None:
     """Wait for the answers of all workers; return the first failure, or None when all have answered.
 
-    Where they compute ``together``, a failure of one leaves the others waiting for it: they are told to break off, and
-    a rank that only lost its peers is not to blame where another failed by itself. That takes at most ``ABORT_S``
-    seconds, also when a rank is stuck.
+    If they compute ``together``, the failure of one leaves the others waiting for it, so they are asked to abort. A
+    rank that failed by itself is then preferred over ranks that only lost their peers. This takes at most ``ABORT_S``
+    seconds, even when a rank is stuck.
     """
     await asyncio.wait(futures, return_when=asyncio.FIRST_EXCEPTION)
-    if together and _failed(workers, futures):
+    if together and _find_failures(workers, futures):
         reason = "another rank failed"
         aborts = [
             caller.call(worker, ABORT.name, ABORT.pack(AbortRequest(reason)), timeout_s=ABORT_S)
@@ -141,11 +151,11 @@ async def first_failure(
         await asyncio.wait([*futures, *aborts], timeout=ABORT_S)
         for each in aborts:
             each.cancel()
-    found = _failed(workers, futures)
-    return min(found, key=lambda failed: is_consequence(failed.cause)) if found else None
+    failures = _find_failures(workers, futures)
+    return min(failures, key=lambda failed: is_consequence(failed.cause)) if failures else None
 
 
-def _failed(workers: Sequence[str], futures: Sequence[asyncio.Future[Any]]) -> list[GroupCallFailed]:
+def _find_failures(workers: Sequence[str], futures: Sequence[asyncio.Future[Any]]) -> list[GroupCallFailed]:
     return [
         GroupCallFailed(worker, error)
         for worker, future in zip(workers, futures, strict=True)
@@ -154,12 +164,12 @@ def _failed(workers: Sequence[str], futures: Sequence[asyncio.Future[Any]]) -> l
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether a rank failed because another did."""
+    """Return whether a rank failed only because another one did."""
     return isinstance(error, RemoteError) and error.kind == CollectiveBroken.__name__
 
 
 def check_agreement(stats: Sequence[Mapping[str, Any]], workers: Sequence[str]) -> None:
-    """Raise RanksDiffer unless all ranks report the same statistics; seconds may differ."""
+    """Raise RanksDiffer unless all ranks report the same statistics; durations may differ."""
     for worker, others in zip(workers[1:], stats[1:], strict=True):
         for name in sorted({*stats[0], *others}):
             first, other = stats[0].get(name), others.get(name)
@@ -175,34 +185,45 @@ def _same(first: Any, other: Any) -> bool:
 
 
 class Roles:
-    """The model workers of a run, ``model_worker/0`` and so on. ``timeout_s`` bounds what one is asked for;
-    ``trusted``: nobody else is on the network, so that workers may train together over it. ``numbers`` count the group
-    calls of the run."""
+    """The model workers of a run, ``model_worker/0`` and so on, by model role.
+
+    ``timeout_s`` bounds each call. ``trusted``: the network is private to the run, so workers on several hosts may
+    train together over it.
+    """
 
     def __init__(self, spec: ExperimentSpec, caller: RpcMaster, *, timeout_s: float, trusted: bool = False) -> None:
-        self._spec, self._caller, self._timeout_s, self._trusted = spec, caller, timeout_s, trusted
+        self._spec = spec
+        self._caller = caller
+        self._timeout_s = timeout_s
+        self._trusted = trusted
         self.numbers = itertools.count(1)
-        self.workers = [_name(index) for index in range(spec.n_model_workers)]
+        """Numbers of the group calls of the run, in the order in which all workers make them."""
+        self.workers = [_worker_name(index) for index in range(spec.n_model_workers)]
 
     @property
     def parallel(self) -> Mapping[str, Parallel]:
-        """How the workers of each role train together."""
+        """The parallel layout of each role."""
         return {role: model.parallel for role, model in self._spec.models.items()}
 
-    def of(self, role: str) -> list[str]:
-        """The workers of a role; of one that trains on several, in the order of ranks. What one worker does for all,
-        the first does."""
+    def workers_of(self, role: str) -> list[str]:
+        """Return the workers of a role; if they train together, in the order of ranks.
+
+        The first of them does what one worker does for all, such as exports.
+        """
         model = self._spec.models[role]
-        return [_name(i) for i in (sorted(model.workers) if model.parallel.size > 1 else model.workers)]
+        return [_worker_name(i) for i in (sorted(model.workers) if model.parallel.size > 1 else model.workers)]
 
     def by_role(self) -> dict[str, list[str]]:
-        """The workers of every role."""
-        return {role: self.of(role) for role in self._spec.models}
+        """Return the workers of every role."""
+        return {role: self.workers_of(role) for role in self._spec.models}
 
     async def load(self) -> None:
-        """Have every worker load its models. Those that compute together meet at the first of them. Raises RuntimeError
-        when they are on several hosts, unless the network is trusted."""
-        members = [_name(index) for index in self._spec.world]
+        """Have every worker load its models.
+
+        Workers that compute together connect to the first of them. Raises RuntimeError when these are on several hosts,
+        unless the network is trusted.
+        """
+        members = [_worker_name(index) for index in self._spec.world]
         roster = {name: self._caller.roster[name] for name in members}
         hosts = {name: info.host for name, info in roster.items()}
         several_hosts = len({(info.host, info.machine) for info in roster.values()}) > 1
@@ -219,55 +240,61 @@ class Roles:
                 self._caller, members[0], OPEN_WORLD, OpenWorldRequest(several_hosts), timeout_s=self._timeout_s
             )
             world, token = answer.address, secrets.token_hex(16)
-        await self._of_all(INITIALIZE, [InitializeRequest(world, token)] * len(self.workers))
+        await self._ask_all(INITIALIZE, [InitializeRequest(world, token)] * len(self.workers))
 
     async def gather_weights(self, role: str) -> None:
-        """Bring the whole weights together on the first worker of a role whose model is cut over workers: it acts alone
-        next."""
+        """Gather the full weights of a sharded role on its first worker, which then publishes, evaluates or exports
+        alone. Does nothing for a role that is not sharded."""
         if self._spec.models[role].parallel.fsdp > 1:
             await gather_weights(
-                self._caller, self.numbers, role, self.of(role), everywhere=False, timeout_s=self._timeout_s
+                self._caller, self.numbers, role, self.workers_of(role), everywhere=False, timeout_s=self._timeout_s
             )
 
     async def save(self, folder: Path) -> list[SavedFile]:
-        """Have every worker write its state below ``folder``; return what they wrote. Each has a folder of its own
-        there, and a role whose workers train together has one for all of them."""
-        answers = await self._of_all(SAVE, [self._request(worker, folder) for worker in self.workers])
+        """Have every worker write its state below ``folder``; return the files.
+
+        Each worker has a folder of its own there; a role whose workers train together has one folder for all of them.
+        """
+        answers = await self._ask_all(SAVE, [self._build_request(worker, folder) for worker in self.workers])
         return [file for answer in answers for file in answer.files]
 
     async def restore(self, folder: Path) -> None:
-        """Have every worker read its state, from where it lies: a checkpoint may have been made by other workers."""
-        await self._of_all(RESTORE, [self._request(worker, folder) for worker in self.workers])
+        """Have every worker read its state. The checkpoint may have been written by another assignment of workers."""
+        await self._ask_all(RESTORE, [self._build_request(worker, folder) for worker in self.workers])
 
-    async def _of_all(self, call: Call[Q, A], requests: Sequence[Q]) -> list[A]:
-        """Send its request to every worker; return the answers. Raises the failure of the worker that failed by itself:
-        those that compute together with it fail as well."""
+    async def _ask_all(self, call: Call[Q, A], requests: Sequence[Q]) -> list[A]:
+        """Send its request to every worker; return the answers.
+
+        Raises the failure of the worker that failed by itself; those that compute together with it fail as well.
+        """
         together = bool(self._spec.world)
         try:
-            found = await ask_all(
+            payloads = await ask_all(
                 self._caller, self.workers, call, requests, together=together, timeout_s=self._timeout_s
             )
         except GroupCallFailed as failed:
             raise failed.cause from None
-        return [call.unpack_answer(payload, worker) for worker, payload in zip(self.workers, found, strict=True)]
+        return [call.unpack_answer(payload, worker) for worker, payload in zip(self.workers, payloads, strict=True)]
 
-    def _request(self, worker: str, folder: Path) -> CheckpointRequest:
+    def _build_request(self, worker: str, folder: Path) -> CheckpointRequest:
         own = folder / worker.replace("/", "-")
         roles = {}
         for role, model in self._spec.models.items():
-            if model.trainable and worker in self.of(role):
+            if model.trainable and worker in self.workers_of(role):
                 usual = folder / role if model.parallel.size > 1 else own / role
                 roles[role] = str(usual if usual.is_dir() else role_folder(folder, role) or usual)
         return CheckpointRequest(roles, str(own))
 
 
 def role_folder(checkpoint: Path, role: str) -> Path | None:
-    """Where a checkpoint holds a role: below the folder of the one worker that trained it, or, where several did, in a
-    folder of its own. None if it does not hold it."""
-    together = checkpoint / role
-    found: Sequence[Path] = [folder for folder in sorted(checkpoint.glob(f"model_worker-*/{role}")) if folder.is_dir()]
-    return together if together.is_dir() else next(iter(found), None)
+    """Return the folder of a role in a checkpoint; None if it has none.
+
+    It is below the folder of the worker that trained the role or, if several did, directly in the checkpoint.
+    """
+    shared = checkpoint / role
+    own = [folder for folder in sorted(checkpoint.glob(f"model_worker-*/{role}")) if folder.is_dir()]
+    return shared if shared.is_dir() else next(iter(own), None)
 
 
-def _name(index: int) -> str:
+def _worker_name(index: int) -> str:
     return f"model_worker/{index}"

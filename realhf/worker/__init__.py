@@ -1,1 +1,1 @@
-"""Is the command that lends a host to a run: ``python -m realhf.worker --join``."""
+"""Command that joins a host to a run: ``python -m realhf.worker --join``."""

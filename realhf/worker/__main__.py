@@ -1,9 +1,9 @@
-"""Lend this host to the run of a launcher: register with it, and start workers when it asks.
+"""Join this host to the run of a launcher: register with it, and start workers on its request.
 
     python -m realhf.worker --join tcp://HOST:PORT --key-file FILE --host-agent
     python -m realhf.worker --join tcp://HOST:PORT --key-file FILE --kind rollout_worker --count 4
 
-It may be started before the launcher, and ends with its run.
+It may be started before the launcher, and exits with its run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from realhf.transport.network import host_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the launcher's run is over. Returns the exit code: 0, or 1 with a line that says why not; 130 after
-    Ctrl-C."""
+    """Serve until the launcher's run has ended. Returns the exit code: 0, 1 after an error, or 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m realhf.worker", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,47 +52,47 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="workers import what they need themselves: they begin later, and no memory is held between runs",
     )
-    given = parser.parse_args(argv)
-    if given.name is not None and not HOST_NAME.fullmatch(given.name):
-        parser.error(f"--name {given.name!r}: use letters, digits, '_', '-' and '.'; at most 63")
-    if not 1 <= given.count <= 4096:
-        parser.error(f"--count {given.count}: must be between 1 and 4096")
+    args = parser.parse_args(argv)
+    if args.name is not None and not HOST_NAME.fullmatch(args.name):
+        parser.error(f"--name {args.name!r}: use letters, digits, '_', '-' and '.'; at most 63")
+    if not 1 <= args.count <= 4096:
+        parser.error(f"--count {args.count}: must be between 1 and 4096")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        host_of(given.join)
-        name, key = _own_key(given)
+        host_of(args.join)
+        name, key = _read_key(args)
     except (NetworkError, ValueError) as error:
         print(f"error: {error} (--join, --key-file, --name)", file=sys.stderr)
         return 1
     try:
-        return run_guarded(lambda: _serve(name, key, given))
-    except KeyboardInterrupt:  # the agent has ended its workers and said good-bye
+        return run_guarded(lambda: _serve(name, key, args))
+    except KeyboardInterrupt:  # the agent has ended its workers and signed off
         return 128 + signal.SIGINT
 
 
-def _own_key(given: argparse.Namespace) -> tuple[str, HostKey]:
+def _read_key(args: argparse.Namespace) -> tuple[str, HostKey]:
     """Return the name of this host and its key. Raises NetworkError, or ValueError for a file that is no text."""
-    keys = HostKeys.read(given.key_file.expanduser())
-    name = given.name or (next(iter(keys.hosts)) if len(keys.hosts) == 1 else host_name())
+    keys = HostKeys.read(args.key_file.expanduser())
+    name = args.name or (next(iter(keys.hosts)) if len(keys.hosts) == 1 else host_name())
     return name, keys.of(name)
 
 
-def _serve(name: str, key: HostKey, given: argparse.Namespace) -> None:
-    own = given.folder or Path("~/.realhf/hosts").expanduser() / name
-    with temporary() if given.temporary else contextlib.nullcontext(own.absolute()) as folder:
-        _serve_from(folder, name, key, given)
+def _serve(name: str, key: HostKey, args: argparse.Namespace) -> None:
+    default_folder = args.folder or Path("~/.realhf/hosts").expanduser() / name
+    with temporary() if args.temporary else contextlib.nullcontext(default_folder.absolute()) as folder:
+        _serve_from(folder, name, key, args)
 
 
-def _serve_from(folder: Path, name: str, key: HostKey, given: argparse.Namespace) -> None:
+def _serve_from(folder: Path, name: str, key: HostKey, args: argparse.Namespace) -> None:
     agent = HostAgent(
-        given.join,
+        args.join,
         key,
         name,
         folder,
-        wants={given.kind: given.count} if given.kind else {},
-        patience_s=given.patience_s,
-        linger_s=given.linger_s,
-        prepare=not given.no_prepare,
+        wants={args.kind: args.count} if args.kind else {},
+        patience_s=args.patience_s,
+        linger_s=args.linger_s,
+        prepare=not args.no_prepare,
     )
     with adopt_orphans():
         agent.run()

@@ -64,7 +64,7 @@ def roles_of(caller: Answers, *, trusted: bool = False) -> Roles:
 async def test_ranks_share_a_folder_and_others_have_their_own(tmp_path: Path) -> None:
     caller = Answers()
     roles = roles_of(caller)
-    assert roles.of("actor") == ["model_worker/0", "model_worker/1"]
+    assert roles.workers_of("actor") == ["model_worker/0", "model_worker/1"]
     files = await roles.save(tmp_path)
     assert [file.path for file in files] == ["/model_worker/0", "/model_worker/1", "/model_worker/2"]
     asked = {worker: payload["roles"] for worker, handler, payload in caller.sent if handler == "save"}

@@ -20,16 +20,16 @@ from realhf.api.model import Engine
 from realhf.base.tensor_digest import digests, joint_digest
 from realhf.dataflow.model_host import DIGESTS_FILE, check_digests, write_digests
 from realhf.dataflow.weight_proof import (
-    LONG,
+    LONG_PREFIX,
     NEW_TOKENS,
-    SHORT,
+    SHORT_PREFIX,
     WEIGHTS_FILE,
     WeightRecord,
     WeightTrial,
     WrongWeights,
     check_held,
+    find_probe_error,
     probe_ids,
-    verdict,
 )
 
 SLOTS = (TensorSlot("a", "f32", (2,), 0, 8, "d-a"), TensorSlot("b", "f32", (2,), 64, 8, "d-b"))
@@ -137,8 +137,8 @@ OLD, NEW, SCORES = probe(-1.0, -2.0), probe(-4.0, -3.0), ([-4.001, -3.0], [-1.0,
 
 
 def test_an_engine_that_follows_the_trainer_there_and_back_passes() -> None:
-    assert verdict(OLD, NEW, OLD, SCORES) == ""
-    assert verdict(OLD, NEW, OLD, None) == ""
+    assert find_probe_error(OLD, NEW, OLD, SCORES) == ""
+    assert find_probe_error(OLD, NEW, OLD, None) == ""
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_an_engine_that_follows_the_trainer_there_and_back_passes() -> None:
 def test_what_is_wrong_with_an_engine_is_said(
     old: Probe, new: Probe, back: Probe, scores: tuple[list[float], list[float]] | None, text: str
 ) -> None:
-    assert text in verdict(old, new, back, scores)
+    assert text in find_probe_error(old, new, back, scores)
 
 
 class TableEngine:
@@ -221,10 +221,10 @@ class Letters:
 @pytest.mark.parametrize(
     ("engine", "policy", "limit", "length"),
     [
-        ("vllm", "recompute", None, LONG),
+        ("vllm", "recompute", None, LONG_PREFIX),
         ("vllm", "recompute", 100, 100 - NEW_TOKENS),
-        ("vllm", "keep", 4096, SHORT),
-        ("embedded", "recompute", None, SHORT),
+        ("vllm", "keep", 4096, SHORT_PREFIX),
+        ("embedded", "recompute", None, SHORT_PREFIX),
         ("embedded", "recompute", 3, 1),
     ],
 )

@@ -1,8 +1,10 @@
-"""Counts a journal's samples one by one: was any lost, was any trained twice?
+"""Audit of a journal: was any sample lost, was any trained twice?
 
-``python -m realhf.dataflow.journal.audit FOLDER`` prints the tally as JSON and ends with status 1 where something is
-wrong. It keeps a book of its own, apart from the code with which the run recovers. With the archive of the removed
-segments (``Journal.open(..., archive=True)``) it sees the whole run, else what happened since the last snapshot.
+``python -m realhf.dataflow.journal.audit FOLDER`` prints the tally as JSON; its status is 1 if there is an error.
+The audit follows each sample with code of its own, independent of the code with which a run recovers. With the archive
+of the removed segments (``Journal.open(..., archive=True)``) it covers the whole run, otherwise the time since the last
+snapshot.
+
 Source: docs/reference/dataflow.md 9, "Journal".
 """
 
@@ -37,62 +39,79 @@ from realhf.dataflow.journal.journal import (
 
 @dataclass(frozen=True)
 class Tally:
-    """Samples of the final lineage, in which a resumption after step s undoes what later steps consumed.
-
-    ``accepted``: waiting to be consumed. ``outstanding``: admitted, without a final outcome; a run that came to
-    its end has none. ``lost``: admitted, and now nowhere. ``twice``: consumed by more than one step.
-    ``impossible``: events that contradict earlier ones. ``head_staleness_max``: greatest distance from a sample's
-    admission version to the step that consumed it. ``complete``: seen from the first record of the run on.
-    """
+    """Number of samples by outcome, in the final lineage: a resumption after step s undoes later steps."""
 
     admitted: int
+    """Samples admitted at least once."""
     consumed: int
+    """Samples that a step was trained on."""
     rejected: int
+    """Samples given up."""
     dropped: int
+    """Samples accepted and then dropped."""
     accepted: int
+    """Samples that wait to be consumed."""
     outstanding: int
+    """Samples admitted without a final outcome; 0 in a run that has ended."""
     lost: int
+    """Samples admitted that a snapshot no longer mentions."""
     twice: int
+    """Samples consumed by more than one step."""
     impossible: int
+    """Records that contradict earlier ones."""
     steps: int
+    """Steps trained."""
     resumes: int
+    """Resumptions."""
     head_staleness_max: int
+    """Largest difference between the step that consumed a sample and the sample's admission version."""
     ended: bool
+    """Whether the run has ended regularly."""
     complete: bool
+    """Whether the audit covers the run from its first record."""
 
     @property
     def balanced(self) -> bool:
-        """Nothing lost, nothing twice, nothing impossible."""
+        """Whether no sample is lost or consumed twice and no record is impossible."""
         return self.lost == self.twice == self.impossible == 0
 
 
-class _Book:
-    """Where each sample is, by its id."""
+class _SampleTracker:
+    """The state of each sample, by its id, while the records are read in order."""
 
     def __init__(self) -> None:
-        self.place: dict[str, str] = {}
+        self.state_of: dict[str, str] = {}
         self.step_of: dict[str, int] = {}
+        """The step that consumed a sample."""
         self.version_of: dict[str, int] = {}
+        """Policy version at the last admission."""
         self.attempt_of: dict[str, int] = {}
+        """The last attempt."""
         self.steps: set[int] = set()
-        self.before: Counter[str] = Counter()
-        self.twice = self.impossible = self.resumes = self.staleness = 0
-        self.complete, self.ended = True, False
+        self.counts_before: Counter[str] = Counter()
+        """Samples by outcome before the first snapshot that was read."""
+        self.twice = 0
+        self.impossible = 0
+        self.resumes = 0
+        self.staleness = 0
+        self.complete = True
+        self.ended = False
 
-    def frame(self, records: Sequence[Record]) -> None:
-        """Enter the records of one frame, or begin with the totals of a snapshot."""
+    def read_frame(self, records: Sequence[Record]) -> None:
+        """Apply the records of one frame, or compare with those of a snapshot."""
         if isinstance(records[0], Totals):
-            self._snapshot(records[0], records[1:])
+            self._check_snapshot(records[0], records[1:])
             return
         for record in records:
-            self._enter(record)
+            self._apply(record)
 
-    def _enter(self, record: Record) -> None:
+    def _apply(self, record: Record) -> None:
         match record:
             case Admit():
                 self._move(record.id, "outstanding", {None, "outstanding"})
                 self.impossible += record.attempt <= self.attempt_of.get(record.id, -1)
-                self.version_of[record.id], self.attempt_of[record.id] = record.version, record.attempt
+                self.version_of[record.id] = record.version
+                self.attempt_of[record.id] = record.attempt
             case Accept():
                 self._move(record.id, "accepted", {"outstanding"})
                 self.impossible += self.attempt_of.get(record.id) != record.attempt
@@ -109,9 +128,10 @@ class _Book:
             case _:
                 self.ended = isinstance(record, End)
 
-    def _move(self, id: str, to: str, allowed: set[str | None]) -> None:
-        self.impossible += self.place.get(id) not in allowed
-        self.place[id] = to
+    def _move(self, id: str, new_state: str, allowed: set[str | None]) -> None:
+        """Change the state of a sample; it is impossible unless the old state is in ``allowed``."""
+        self.impossible += self.state_of.get(id) not in allowed
+        self.state_of[id] = new_state
 
     def _consume(self, record: Consume) -> None:
         self.impossible += record.step in self.steps
@@ -129,30 +149,32 @@ class _Book:
         self.steps = {number for number in self.steps if number <= step}
         for id in [id for id, consumed in self.step_of.items() if consumed > step]:
             del self.step_of[id]
-            self.place[id] = "accepted"
+            self.state_of[id] = "accepted"
 
-    def _snapshot(self, totals: Totals, records: Sequence[Record]) -> None:
-        """What is open according to the snapshot must be what the book holds open; what it leaves out is lost."""
-        book = _Book()
-        book.complete = False
+    def _check_snapshot(self, totals: Totals, records: Sequence[Record]) -> None:
+        """Compare the open samples with those of a snapshot: samples that it leaves out are lost. If there is nothing
+        to compare with, start from the snapshot."""
+        snapshot = _SampleTracker()
+        snapshot.complete = False
         for record in records:
-            book._enter(record)
+            snapshot._apply(record)
         closed = {"consumed": totals.consumed, "rejected": totals.rejected, "dropped": totals.dropped}
-        self.impossible += totals.admitted != sum(closed.values()) + len(book.place)
-        if not self.place and not self.before:
-            book.impossible += self.impossible
-            self.__dict__.update(vars(book))
-            self.before = Counter(closed)
+        self.impossible += totals.admitted != sum(closed.values()) + len(snapshot.state_of)
+        if not self.state_of and not self.counts_before:
+            snapshot.impossible += self.impossible
+            self.__dict__.update(vars(snapshot))
+            self.counts_before = Counter(closed)
             return
         final = {id for id, step in self.step_of.items() if step <= totals.step}
-        held = {id: place for id, place in self.place.items() if place in ("outstanding", "accepted", "consumed")}
-        for id, place in held.items():
-            if id not in final and id not in book.attempt_of:
-                self.place[id] = "lost"
+        open_states = ("outstanding", "accepted", "consumed")
+        open_samples = {id: state for id, state in self.state_of.items() if state in open_states}
+        for id, state in open_samples.items():
+            if id not in final and id not in snapshot.attempt_of:
+                self.state_of[id] = "lost"
                 self.step_of.pop(id, None)
             else:
-                self.impossible += id not in final and book.place[id] != place
-        self.impossible += book.impossible + len(book.attempt_of.keys() - held.keys())
+                self.impossible += id not in final and snapshot.state_of[id] != state
+        self.impossible += snapshot.impossible + len(snapshot.attempt_of.keys() - open_samples.keys())
         counts = self._counts()
         open_consumed = len(self.step_of) - len(final)
         self.impossible += closed != {
@@ -162,10 +184,10 @@ class _Book:
         }
 
     def _counts(self) -> Counter[str]:
-        return self.before + Counter(self.place.values())
+        return self.counts_before + Counter(self.state_of.values())
 
-    def tally(self) -> Tally:
-        """Return the balance of what was entered."""
+    def build_tally(self) -> Tally:
+        """Return the tally of the records read so far."""
         counts = self._counts()
         return Tally(
             admitted=counts.total(),
@@ -186,16 +208,18 @@ class _Book:
 
 
 def audit(frames: Iterable[Sequence[Record]]) -> Tally:
-    """The tally of a history: the records of each append, in order."""
-    book = _Book()
+    """Return the tally of a history. ``frames``: the records of each append, in order."""
+    tracker = _SampleTracker()
     for frame in frames:
-        book.frame(frame)
-    return book.tally()
+        tracker.read_frame(frame)
+    return tracker.build_tally()
 
 
 def audit_folder(folder: Path) -> Tally:
-    """The tally of a journal with its archive, also of one that is being written. Raises JournalError where there
-    is none or a segment before the last is damaged."""
+    """Return the tally of a journal with its archive; the journal may be in use.
+
+    Raises JournalError if there is none or a segment before the last one is damaged.
+    """
     paths = [*segments(folder / ARCHIVE), *segments(folder)]
     if not paths:
         raise JournalError(f"there is no journal in {folder}")
@@ -209,7 +233,7 @@ def audit_folder(folder: Path) -> Tally:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 if the journal balances."""
+    """Audit a folder and return the exit status: 0 if the journal balances, 1 if not, 2 if it cannot be read."""
     parser = argparse.ArgumentParser(description="Count what became of every sample of an asynchronous run.")
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("folder", type=Path, help="the folder with journal-<n>.log")

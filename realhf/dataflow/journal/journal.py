@@ -1,12 +1,17 @@
-"""Defines the records of the master's journal, and writes and reads its segments.
+"""The master's journal of samples: its records, its writer and its reader.
 
-Steps are numbered from 0; ``Ckpt(s)`` is taken after step s, and a run without a checkpoint resumes from -1.
+Steps are numbered from 0. ``Ckpt(s)`` is taken after step s, and a run without a checkpoint resumes from -1.
 
-Files ``journal-<n>.log`` of frames ``len u32 | crc32 u32 | msgpack`` in little endian. A frame holds the records of
-one ``append``, which therefore survive a crash together or not at all.
+The journal is a sequence of files ``journal-<n>.log`` (segments) of frames ``len u32 | crc32 u32 | msgpack`` in little
+endian. A frame holds the records of one ``append``, which therefore survive a crash together or not at all.
 
-A process that is killed leaves the beginning of a frame at the very end. What else is not as it was written is damage,
-and never taken for the end of the history: samples that were trained would be drawn again.
+A killed process may leave an incomplete frame at the very end of the last segment. Any other deviation is damage and is
+never taken for the end of the history, because samples that were trained would then be drawn again.
+
+``Journal.durable``
+  produces: the guarantee that an append is on the disk;
+  waits for: the writer's thread, which syncs several appends at a time;
+  unblocked by: the sync, a failed write (JournalError), or the timeout.
 """
 
 from __future__ import annotations
@@ -29,106 +34,138 @@ import msgspec
 from realhf.base.files import DAMAGED, dangling, sync, unused_name, whole_file
 
 DIED = "worker_died"
+"""``Reject.outcome`` of an attempt during which the process that played it died."""
 
 
+# The records are stored as arrays that begin with the tag: the order of the fields is part of the file format, and a
+# new field must be the last one and have a default.
 class Admit(msgspec.Struct, frozen=True, tag="admit", array_like=True):
-    """Attempt ``attempt`` at a sample was given to ``worker`` at policy version ``version``. ``order`` counts
-    admissions; ``item`` is all that is needed to play it again. Of the attempts before, ``failures`` failed, and in
-    ``deaths`` the process died that played them."""
+    """A sample was leased to a rollout worker."""
 
     id: str
+    """Id of the sample."""
     attempt: int
+    """Number of the attempt, from 0."""
     version: int
+    """Policy version at the admission."""
     order: int
+    """Number of the sample's first admission."""
     worker: str
+    """Incarnation of the rollout worker."""
     item: dict[str, Any]
+    """The source item, with all that is needed to play the sample again."""
     failures: int = 0
+    """Earlier attempts that failed."""
     deaths: int = 0
+    """Earlier attempts during which the process that played them died."""
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept", array_like=True):
-    """The sample is finished. ``ref``: where its payload lies, which says as well what rank of the trainer received it
-    (``PayloadRef`` in ``realhf.api.calls``); ``meta``: the frames of its metadata."""
+    """A finished sample was accepted."""
 
     id: str
+    """Id of the sample."""
     attempt: int
+    """The accepted attempt."""
     ref: list[Any]
+    """Position of its payload (``PayloadRef`` in ``realhf.api.calls``), including the rank that received it."""
     meta: list[bytes]
+    """Encoded frames of its metadata."""
 
 
 class Reject(msgspec.Struct, frozen=True, tag="reject", array_like=True):
-    """An attempt ended without a sample. ``final``: there will be no other attempt. ``outcome`` is ``DIED`` where the
-    process died that played it."""
+    """An attempt ended without a sample."""
 
     id: str
+    """Id of the sample."""
     attempt: int
+    """The attempt."""
     outcome: str
+    """Kind of the failure; ``DIED`` if the process that played it died."""
     message: str
+    """The error."""
     final: bool
+    """Whether the sample is given up."""
 
 
 FLAT = "flat"
-"""Why a sample is dropped that gives way to another one: it teaches nothing."""
+"""``Drop.reason`` of a sample without learning signal that is replaced by another one."""
 
 
 class Drop(msgspec.Struct, frozen=True, tag="drop", array_like=True):
     """An accepted sample will never be trained."""
 
     id: str
+    """Id of the sample."""
     reason: str
+    """Why: ``FLAT``, "stale" or "payload_lost"."""
 
 
 class Consume(msgspec.Struct, frozen=True, tag="consume", array_like=True):
-    """The samples of a step, in the order of its step batch."""
+    """A step was trained on samples."""
 
     ids: list[str]
+    """The samples, in the order of the step batch."""
     step: int
+    """The step."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit", array_like=True):
-    """Step ``step`` was trained; ``version`` is that of the weights it made."""
+    """A step was trained."""
 
     step: int
+    """The step."""
     version: int
+    """Version of the weights after it."""
 
 
 class Ckpt(msgspec.Struct, frozen=True, tag="ckpt", array_like=True):
-    """A checkpoint after ``step`` is valid; ``ref`` names it."""
+    """A checkpoint has become valid."""
 
     step: int
+    """The last step that it covers."""
     ref: str
+    """Name of its folder."""
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume", array_like=True):
-    """The run goes on from the checkpoint after ``step``: what later steps consumed is accepted again."""
+    """The run was resumed; the samples that later steps had consumed are accepted again."""
 
     step: int
+    """The last step that the checkpoint covers; -1 for a start without one."""
 
 
 class Draw(msgspec.Struct, frozen=True, tag="draw", array_like=True):
-    """State of the source of prompts after a draw, JSON-able. In one ``append`` with what was drawn."""
+    """The source's state after a draw, in one ``append`` with the admission of its first sample."""
 
     state: dict[str, Any]
+    """State of the sample queue, as JSON types."""
 
 
 class End(msgspec.Struct, frozen=True, tag="end", array_like=True):
-    """The run came to its end in order."""
+    """The run ended regularly."""
 
 
 class Totals(msgspec.Struct, frozen=True, tag="totals", array_like=True):
-    """First record of a snapshot: what happened before it, in numbers. Steps up to ``step`` are final; the records
-    of the same ``append`` say what is still open. ``admitted`` counts open samples too, ``consumed`` those of final
-    steps alone; ``order`` is the next admission's; ``planned`` are step batches (step, ids) which a resumed run has yet
-    to repeat; ``flat`` is that of ``JournalState``."""
+    """First record of a snapshot: totals of what happened before. The other records of the same ``append`` are about
+    the open samples."""
 
     step: int
+    """The last final step."""
     admitted: int
+    """Samples admitted, including open ones."""
     consumed: int
+    """Samples consumed by final steps."""
     rejected: int
+    """Samples given up."""
     dropped: int
+    """Samples dropped."""
     order: int
+    """Number of the next admission."""
     planned: list[tuple[int, list[str]]]
+    """Step batches (step, ids) that a resumed run has yet to repeat."""
     flat: list[int] = []
+    """``JournalState.flat``."""
 
 
 Record: TypeAlias = Admit | Accept | Reject | Drop | Consume | Commit | Ckpt | Resume | Draw | End | Totals
@@ -139,37 +176,52 @@ _HEADER = struct.Struct("<II")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(list[Record])
 SEGMENT_BYTES = 16 << 20
+"""Size at which a new segment is started."""
 ARCHIVE = "archive"
+"""Folder, inside that of the journal, for segments that a snapshot has replaced."""
 _SEGMENT = re.compile(r"journal-(\d+)\.log")
 CLOSE_TIMEOUT_S = 30.0
-SYNC_INTERVAL_S, SYNC_RECORDS = 0.05, 64
+"""Seconds that the writer has to finish when the journal is closed."""
+# The writer syncs at once if the last sync is SYNC_INTERVAL_S seconds old or SYNC_RECORDS appends wait.
+SYNC_INTERVAL_S = 0.05
+SYNC_RECORDS = 64
 
 
 class JournalError(RuntimeError):
-    """The journal cannot be read, or is not written any more."""
+    """The journal cannot be read or written."""
 
 
 class JournalDamaged(JournalError):
-    """Something is missing in the journal, or is not as it was written. Nothing was changed."""
+    """A part of the journal is missing or altered. Nothing was changed."""
 
 
 class _Entry(NamedTuple):
+    """A frame to be written."""
+
     number: int
+    """Number of the append."""
     frame: bytes
+    """The encoded frame."""
     begins_segment: bool
+    """Whether it is a snapshot, with which a new segment begins."""
 
 
 class _Waiter(NamedTuple):
+    """A caller of ``durable``."""
+
     number: int
+    """The append that it waits for."""
     loop: asyncio.AbstractEventLoop
+    """Its event loop."""
     future: asyncio.Future[None]
+    """Resolved in that loop when the append is on the disk."""
 
 
 class Journal:
-    """Appends from one event loop; a thread of its own writes and syncs, several appends at a time: at once when it
-    last did so ``SYNC_INTERVAL_S`` ago or when ``SYNC_RECORDS`` appends wait. Make it with ``open``.
+    """Writer of the journal. Create it with ``open``.
 
-    A failed write ends the journal: it is raised by every later call.
+    ``append`` is called in one event loop. A thread writes and syncs, several appends at a time: at once if its last
+    sync was ``SYNC_INTERVAL_S`` ago or if ``SYNC_RECORDS`` appends wait. After a failed write every call raises.
     """
 
     def __init__(self, folder: Path, segment: int, lock: int, archive: bool) -> None:
@@ -177,11 +229,14 @@ class Journal:
         self._lock = lock
         self._archive = archive
         self._changed = threading.Condition()
+        """Guards all fields that the loop and the writer's thread share."""
         self._waiting: list[_Entry] = []
         self._waiters: list[_Waiter] = []
         self._synced_at = -SYNC_INTERVAL_S
         self._number = 0
+        """Number of the last append."""
         self._synced = 0
+        """Number of the last append that is on the disk."""
         self._closing = False
         self._failure: BaseException | None = None
         self._segment = segment
@@ -199,12 +254,13 @@ class Journal:
         restart: Sequence[Record] | None = None,
         warn: Callable[[str], None] = _log.warning,
     ) -> tuple[Journal, list[Record]]:
-        """Everything that is there since the last snapshot, and the journal that goes on in a new segment.
+        """Open the journal in ``folder`` and return it with the records since the last snapshot.
 
-        A frame at the end that was not written to its end is cut off, and kept in a file of its own; ``warn`` is told.
-        ``archive``: segments that a snapshot replaces are moved into ``archive/``, for the audit, instead of being
-        deleted. ``restart``: begin with these records, a snapshot, in place of what is there, which is put aside.
-        Raises JournalDamaged, and JournalError where another process writes here or a file cannot be read now.
+        New records go into a new segment. An incomplete frame at the end is cut off and kept in a separate file, with a
+        warning through ``warn``. ``archive``: segments that a snapshot replaces are moved into ``archive/`` for the
+        audit, not deleted. ``restart``: start with these records, a snapshot, and set the existing segments aside.
+
+        Raises JournalDamaged, and JournalError if another process writes here or a file cannot be read now.
         """
         try:
             if folder.is_symlink() and not folder.exists():
@@ -222,8 +278,8 @@ class Journal:
                 return journal, list(restart)
             history = read_history(folder)
             if history.torn is not None:
-                warn(_cut(*history.torn))
-            _put_away(folder, history.replaced, archive)
+                warn(_cut_torn_frame(*history.torn))
+            _remove_segments(folder, history.replaced, archive)
             return cls(folder, _next_number(folder), lock, archive), history.records
         except OSError as error:
             os.close(lock)
@@ -233,12 +289,14 @@ class Journal:
             raise
 
     def append(self, *records: Record) -> int:
-        """Queue the records as one frame. Returns the number that ``durable`` takes."""
+        """Queue the records as one frame. Return the number of the append, for ``durable``."""
         return self._queue(records, begins_segment=False)
 
     async def durable(self, number: int, timeout_s: float) -> None:
-        """Return when the append with this number is on the disk. Raises JournalError if that failed or took
-        longer than ``timeout_s``."""
+        """Wait until the append with this number is on the disk.
+
+        Raises JournalError if a write failed or the disk takes longer than ``timeout_s`` seconds.
+        """
         with self._changed:
             self._check(closed_ok=True)
             if number <= self._synced:
@@ -254,14 +312,17 @@ class Journal:
             ) from None
 
     def checkpointed(self, step: int, keep: Sequence[Record]) -> int:
-        """Begin a new segment with ``keep``, ``JournalState.snapshot()`` after ``settle(step)``; earlier segments go
-        once it is on the disk. Raises ValueError where ``keep`` is no snapshot of ``step``."""
+        """Start a new segment with the snapshot ``keep``; earlier segments are removed once it is on the disk.
+
+        ``keep`` is ``JournalState.snapshot()`` after ``settle(step)``. Returns the number of the append. Raises
+        ValueError if ``keep`` is no snapshot of ``step``.
+        """
         if not keep or not isinstance(keep[0], Totals) or keep[0].step != step:
             raise ValueError(f"a snapshot for step {step} begins with its Totals")
         return self._queue(keep, begins_segment=True)
 
     def close(self) -> None:
-        """Write everything and end the thread. Raises JournalError if something was not written."""
+        """Write all queued records and end the thread. Raises JournalError if a record was not written."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -276,7 +337,7 @@ class Journal:
             raise JournalError(f"{self._folder} could not be written") from self._failure
 
     def _queue(self, records: Sequence[Record], *, begins_segment: bool) -> int:
-        frame = _frame(records)
+        frame = _encode_frame(records)
         with self._changed:
             self._check()
             self._number += 1
@@ -295,7 +356,7 @@ class Journal:
 
     def _run(self) -> None:
         try:
-            while entries := self._next():
+            while entries := self._take_entries():
                 self._write(entries)
                 self._synced_at = time.monotonic()
                 with self._changed:
@@ -306,11 +367,12 @@ class Journal:
         except BaseException as error:
             with self._changed:
                 self._failure = error
-                done, self._waiters = self._waiters, []
+                done = self._waiters
+                self._waiters = []
             _wake(done, JournalError(f"{self._folder} could not be written: {error}"))
 
-    def _next(self) -> list[_Entry]:
-        """What is to be written, after a while of collecting; empty at the end."""
+    def _take_entries(self) -> list[_Entry]:
+        """Wait for entries and collect them until it is time to sync; [] when the journal is closed."""
         with self._changed:
             while not self._waiting and not self._closing:
                 self._changed.wait()
@@ -319,23 +381,25 @@ class Journal:
                 if remaining <= 0:
                     break
                 self._changed.wait(remaining)
-            entries, self._waiting = self._waiting, []
+            entries = self._waiting
+            self._waiting = []
             return entries
 
     def _write(self, entries: Sequence[_Entry]) -> None:
-        first = 0
+        first_needed = 0
         part: list[bytes] = []
         for entry in entries:
             if entry.begins_segment or self._size >= SEGMENT_BYTES:
                 self._flush(part)
                 self._rotate()
                 part = []
-                first = self._segment if entry.begins_segment else first
+                first_needed = self._segment if entry.begins_segment else first_needed
             part.append(entry.frame)
             self._size += len(entry.frame)
         self._flush(part)
-        if first:
-            _put_away(self._folder, [path for path in segments(self._folder) if _index(path) < first], self._archive)
+        if first_needed:  # only after the snapshot is on the disk
+            replaced = [path for path in segments(self._folder) if _segment_number(path) < first_needed]
+            _remove_segments(self._folder, replaced, self._archive)
 
     def _flush(self, frames: Sequence[bytes]) -> None:
         data = memoryview(b"".join(frames))
@@ -344,34 +408,39 @@ class Journal:
         os.fdatasync(self._file)
 
     def _rotate(self) -> None:
-        following = _create(self._folder, self._segment + 1)
+        new_file = _create(self._folder, self._segment + 1)
         os.close(self._file)
-        self._file = following
+        self._file = new_file
         self._segment += 1
         self._size = 0
 
 
 def segments(folder: Path) -> list[Path]:
-    """The segments in a folder in their order. Raises OSError where it cannot be read."""
+    """Return the segments in a folder, in order; [] if it does not exist. Raises OSError if it cannot be read."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    return sorted((folder / name for name in names if _SEGMENT.fullmatch(name)), key=_index)
+    return sorted((folder / name for name in names if _SEGMENT.fullmatch(name)), key=_segment_number)
 
 
 class History(NamedTuple):
-    """What the segments of a folder hold. ``records``: since the last snapshot; ``replaced``: segments before it;
-    ``torn``: the segment whose end is no whole frame, and where that begins."""
+    """The contents of the segments in a folder."""
 
     records: list[Record]
+    """Records since the last snapshot, which they begin with."""
     replaced: list[Path]
+    """Segments before the last snapshot."""
     torn: tuple[Path, int] | None
+    """The segment that ends with an incomplete frame, and the offset of that frame in bytes."""
 
 
 def read_history(folder: Path) -> History:
-    """Read the segments since the last snapshot. Changes nothing. Raises JournalDamaged where one is missing or has
-    other damage than an end that was not written, JournalError for an unknown record, and OSError."""
+    """Read the segments since the last snapshot, newest first. Changes nothing.
+
+    Raises JournalDamaged if a segment is missing or has damage other than an incomplete frame at the end, JournalError
+    for an unknown record, and OSError.
+    """
     paths = segments(folder)
     parts: list[list[list[Record]]] = []
     torn: tuple[Path, int] | None = None
@@ -379,27 +448,26 @@ def read_history(folder: Path) -> History:
     while first > 0:
         first -= 1
         path = paths[first]
-        if first + 1 < len(paths) and _index(paths[first + 1]) != _index(path) + 1:
-            raise JournalDamaged(f"{path.with_name(_name(_index(path) + 1))} is missing")
+        if first + 1 < len(paths) and _segment_number(paths[first + 1]) != _segment_number(path) + 1:
+            raise JournalDamaged(f"{path.with_name(_segment_name(_segment_number(path) + 1))} is missing")
         frames, good = read_segment(path)
         size = path.stat().st_size
         if good < size:
             if any(parts) or torn is not None:
                 raise JournalDamaged(f"{path} is damaged at byte {good}, and it is not the last segment")
-            if (behind := _frame_behind(path, good)) is not None:
-                raise JournalDamaged(f"{path} is damaged at byte {good}, and whole records follow at byte {behind}")
-            torn = path, good
+            if (next_frame := _find_frame(path, good)) is not None:
+                raise JournalDamaged(f"{path} is damaged at byte {good}, and whole records follow at byte {next_frame}")
+            torn = (path, good)
         parts.insert(0, frames)
-        if frames and isinstance(frames[0][0], Totals):
+        if _begins_with_snapshot(frames):
             break
-    if paths and not any(_begins(frames) for frames in parts[:1]) and _index(paths[first]) != 1:
+    if paths and not any(_begins_with_snapshot(frames) for frames in parts[:1]) and _segment_number(paths[first]) != 1:
         raise JournalDamaged(f"{paths[first]} does not begin with a snapshot, and what came before it is missing")
     records = [record for frames in parts for frame in frames for record in frame]
     return History(records, paths[:first], torn)
 
 
-def _begins(frames: Sequence[Sequence[Record]]) -> bool:
-    """Return whether the frames of a segment begin with a snapshot."""
+def _begins_with_snapshot(frames: Sequence[Sequence[Record]]) -> bool:
     return bool(frames) and isinstance(frames[0][0], Totals)
 
 
@@ -407,32 +475,33 @@ _TAGS = "|".join(sorted(form.__struct_config__.tag for form in get_args(Record))
 _FRAME_BODY = re.compile(
     rf"(?:[\x90-\x9f]|\xdc..|\xdd....)[\x90-\x9f][\xa0-\xbf](?:{_TAGS})".encode("latin-1"), re.DOTALL
 )
-"""How the body of a frame begins: an array of records, each an array that begins with its tag."""
+"""Start of the body of a frame in msgpack: an array of records, each of them an array that begins with its tag."""
 
 
-def _frame_behind(path: Path, offset: int) -> int | None:
-    """Return where the first whole frame begins behind a bad one; None where there is none, as after an interrupted
-    write."""
+def _find_frame(path: Path, offset: int) -> int | None:
+    """Return the offset in bytes of the first whole frame after the bad one at ``offset``; None if there is none, as
+    after an interrupted write."""
     data = path.read_bytes()
-    for found in _FRAME_BODY.finditer(data, offset + 1):
-        begin = found.start() - _HEADER.size
+    for match in _FRAME_BODY.finditer(data, offset + 1):
+        begin = match.start() - _HEADER.size
         if begin <= offset:
             continue
         size, checksum = _HEADER.unpack_from(data, begin)
-        body = memoryview(data)[found.start() : found.start() + size]
+        body = memoryview(data)[match.start() : match.start() + size]
         if size and len(body) == size and zlib.crc32(body) == checksum:
             return begin
     return None
 
 
 def write_snapshot(path: Path, records: Sequence[Record]) -> None:
-    """Write a snapshot as a file of one frame, whole and on the disk. Raises OSError."""
+    """Write a snapshot atomically as a file of one frame, and sync it. Raises OSError."""
     with whole_file(path, synced=True) as partial:
-        partial.write_bytes(_frame(records))
+        partial.write_bytes(_encode_frame(records))
 
 
 def read_segment(path: Path) -> tuple[list[list[Record]], int]:
-    """The frames up to the first that is not whole, and where that one begins (the size, if all are)."""
+    """Return the frames up to the first one that is not whole, and its offset in bytes (the file's size if there is
+    none). Raises JournalError for an unknown record."""
     data = path.read_bytes()
     frames: list[list[Record]] = []
     offset = 0
@@ -449,28 +518,28 @@ def read_segment(path: Path) -> tuple[list[list[Record]], int]:
     return frames, offset
 
 
-def _index(path: Path) -> int:
+def _segment_number(path: Path) -> int:
     return int(path.stem[8:])
 
 
-def _name(number: int) -> str:
+def _segment_name(number: int) -> str:
     return f"journal-{number:06d}.log"
 
 
 def _next_number(folder: Path) -> int:
-    """Return a number that no segment has had, also none of those that were put aside."""
+    """Return a number that no segment has had, including archived segments and those that were set aside."""
     aside = [path for path in folder.iterdir() if DAMAGED in path.name and path.is_dir()]
-    found = [path for place in (folder, folder / ARCHIVE, *aside) for path in segments(place)]
-    return max(map(_index, found), default=0) + 1
+    all_segments = [path for place in (folder, folder / ARCHIVE, *aside) for path in segments(place)]
+    return max(map(_segment_number, all_segments), default=0) + 1
 
 
-def _frame(records: Sequence[Record]) -> bytes:
+def _encode_frame(records: Sequence[Record]) -> bytes:
     body = _ENCODER.encode(records)
     return _HEADER.pack(len(body), zlib.crc32(body)) + body
 
 
 def _unreadable(folder: Path, error: OSError) -> JournalError:
-    """Return the error about a file that cannot be read now, which says nothing of what it holds."""
+    """Return the error for a file that cannot be read now, whose contents are therefore unknown."""
     return JournalError(
         f"{error.filename or folder} cannot be read: {error.strerror or error}; nothing was changed. Run again when it "
         "can be read, or begin anew with recover_mode=disabled, which deletes what the run has"
@@ -479,14 +548,14 @@ def _unreadable(folder: Path, error: OSError) -> JournalError:
 
 def _create(folder: Path, segment: int) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    handle = os.open(folder / _name(segment), flags, 0o600)
+    handle = os.open(folder / _segment_name(segment), flags, 0o600)
     sync(folder)
     return handle
 
 
-def _cut(path: Path, size: int) -> str:
-    """Cut a segment off where its last frame begins that is not whole; its bytes are kept. Returns what is to be said
-    of it."""
+def _cut_torn_frame(path: Path, size: int) -> str:
+    """Truncate a segment to ``size`` bytes and save the rest, an incomplete frame, in another file. Return a warning
+    about it."""
     data = path.read_bytes()[size:]
     kept = unused_name(path, f".cut-{size}")
     with whole_file(kept, synced=True) as partial:
@@ -501,7 +570,7 @@ def _cut(path: Path, size: int) -> str:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Move the segments and the archive into a folder of their own, which is returned. Raises OSError."""
+    """Move the segments and the archive into a new folder and return it. Raises OSError."""
     aside = unused_name(folder / "journal", DAMAGED)
     aside.mkdir()
     for path in segments(folder):
@@ -512,8 +581,8 @@ def _set_aside(folder: Path) -> Path:
     return aside
 
 
-def _put_away(folder: Path, paths: Sequence[Path], archive: bool) -> None:
-    """Delete segments, or move them into the archive."""
+def _remove_segments(folder: Path, paths: Sequence[Path], archive: bool) -> None:
+    """Delete segments, or move them into the archive (``archive``)."""
     if archive and paths:
         (folder / ARCHIVE).mkdir(exist_ok=True)
     for path in paths:
@@ -534,7 +603,7 @@ def _take_lock(folder: Path) -> int:
 
 
 def _wake(waiters: Sequence[_Waiter], error: BaseException | None) -> None:
-    """Resolve futures, one visit for each loop; a loop that is closed has nobody who waits."""
+    """Resolve the waiters' futures, with one call into each event loop. Closed loops are skipped."""
     for loop in {waiter.loop for waiter in waiters}:
         futures = [waiter.future for waiter in waiters if waiter.loop is loop]
         try:

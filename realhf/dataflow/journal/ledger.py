@@ -1,4 +1,4 @@
-"""Folds the journal's records into what they amount to, and refuses a record that cannot follow."""
+"""State of all samples according to the journal: the fold of its records, and recovery after a restart."""
 
 from __future__ import annotations
 
@@ -38,51 +38,63 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a run that resumes from the checkpoint after ``step`` does with the samples that are open.
-
-    ``replay``: step batches of the steps from ``step + 1`` on that were consumed before, to be repeated as they were;
-    their samples are among ``accepted``, which holds all that are accepted and not consumed, in the order of
-    acceptance. ``requeue``: unfinished samples in the order of admission, each to be admitted with ``attempt + 1``
-    (a new admission with the version of that moment). ``order``: the next admission's. ``draw``: the source's
-    state, ``version``: that of the last committed step up to ``step``; None where the journal does not know.
-    """
+    """The open samples at a restart from the checkpoint after ``step``, and what the run must do with them."""
 
     step: int
+    """The last step that the checkpoint covers; -1 without a checkpoint."""
     version: int | None
+    """Version of the weights after ``step``; None if the journal does not know it."""
     order: int
+    """Number of the next admission."""
     draw: dict[str, Any] | None
+    """The source's state; None if the journal does not know it."""
     replay: list[tuple[int, list[str]]]
+    """Step batches (step, ids) after ``step`` that were consumed before, to be repeated with the same samples."""
     accepted: list[tuple[Admit, Accept]]
+    """All samples that are accepted and not consumed, in the order of acceptance, including those of ``replay``."""
     requeue: list[Admit]
+    """Unfinished samples in the order of admission, each to be admitted again with ``attempt + 1``."""
 
 
 class JournalState:
-    """The fold of a journal's records. The master applies each record before it appends it: an impossible one
-    raises ValueError and changes nothing, so whatever was appended can be folded again.
+    """The fold of a journal's records.
 
-    ``outstanding``: admitted, outcome not final. ``accepted``: accepted, not consumed. ``consumed``: samples of the
-    steps that are not final. ``planned``: step batches which a resumed run has yet to repeat. ``order``: the next
-    admission's. ``draw``: the source's state. ``versions``: of the weights after each committed step that is not
-    final. ``flat``: for each sample that was dropped because it teaches nothing, and whose step is not consumed yet,
-    the number of those before it that were or will be trained. ``totals()`` counts each sample once, however often it
-    was tried or its step repeated.
+    The master applies each record before it appends it. An impossible record raises ValueError and changes nothing, so
+    all appended records can be folded again.
     """
 
     def __init__(self) -> None:
         self.outstanding: dict[str, Admit] = {}
+        """Samples that are admitted and whose outcome is not final."""
         self.accepted: dict[str, Accept] = {}
+        """Samples that are accepted and not consumed."""
         self.consumed: dict[int, list[str]] = {}
+        """Samples of the consumed steps that are not final."""
         self.planned: dict[int, list[str]] = {}
+        """Step batches that a resumed run has yet to repeat."""
         self.versions: dict[int, int] = {}
+        """Version of the weights after each committed step that is not final."""
         self.checkpoint: Ckpt | None = None
+        """The last checkpoint."""
         self.draw: dict[str, Any] | None = None
+        """The source's state."""
         self.order = 0
+        """Number of the next admission."""
         self.ended = False
+        """Whether the run has ended."""
         self.flat: list[int] = []
+        """For each sample that was dropped without learning signal, and whose step is not consumed yet: the number of
+        samples accepted before it that were or will be trained."""
         self._settled = -1
+        """The last final step: the run will never be resumed from before its end."""
         self._admits: dict[str, Admit] = {}
+        """Last admission of all open samples, consumed ones included."""
         self._trained: dict[str, Accept] = {}
-        self._rejected = self._dropped = self._consumed = 0
+        """Samples of the consumed steps that are not final."""
+        self._rejected = 0
+        self._dropped = 0
+        self._consumed = 0
+        """Samples consumed by final steps."""
         self._apply: dict[type, Callable[[Any], None]] = {
             Admit: self._on_admit,
             Accept: self._on_accept,
@@ -98,11 +110,14 @@ class JournalState:
         }
 
     def apply(self, record: Record) -> None:
-        """Raises ValueError for a record that cannot follow what was applied before."""
+        """Apply a record. Raises ValueError for one that contradicts those before it."""
         self._apply[type(record)](record)
 
     def totals(self) -> dict[str, int]:
-        """{admitted, consumed, rejected, dropped, accepted, outstanding}; the first is the sum of the others."""
+        """Return {admitted, consumed, rejected, dropped, accepted, outstanding}; the first is the sum of the others.
+
+        A sample counts once, however many attempts it had and however often its step was repeated.
+        """
         return {
             "admitted": self._consumed + self._rejected + self._dropped + len(self._admits),
             "consumed": self._consumed + len(self._trained),
@@ -113,31 +128,35 @@ class JournalState:
         }
 
     def refs(self) -> list[list[Any]]:
-        """Where the payloads lie that a recovery may need: of accepted samples and of steps that are not final."""
+        """Return the positions of the payloads that a recovery may need: of accepted samples and of steps that are not
+        final."""
         return [accept.ref for table in (self.accepted, self._trained) for accept in table.values()]
 
     def accepted_attempt(self, id: str) -> int | None:
-        """The attempt at a sample that was accepted; None where there is none, or where its step is final."""
+        """Return the accepted attempt at a sample; None if there is none or its step is final."""
         accept = self.accepted.get(id) or self._trained.get(id)
         return accept.attempt if accept else None
 
     def resume(self, step: int) -> Recovery:
-        """What to do after a restart from the checkpoint after ``step`` (-1: from the beginning). Changes nothing:
-        append and apply ``Resume(step)`` for that. Raises ValueError for a step before the last final one, and for one
-        that the journal does not know: ``Consume`` is durable before the checkpoint of its step is valid."""
-        voided, plan = self._voided(step)
-        back = {id: self._trained[id] for number in voided for id in self.consumed[number]}
-        accepted = [(self._admits[id], accept) for id, accept in {**back, **self.accepted}.items()]
+        """Return what to do after a restart from the checkpoint after ``step`` (-1: from the beginning).
+
+        Changes nothing; append and apply ``Resume(step)`` for that. Raises ValueError for a step before the last final
+        one, and for a step that the journal does not know: ``Consume`` is durable before the checkpoint of its step is
+        valid, so such a checkpoint belongs to another history.
+        """
+        voided, plan = self._plan_replay(step)
+        accepted_again = {id: self._trained[id] for number in voided for id in self.consumed[number]}
+        accepted = [(self._admits[id], accept) for id, accept in {**accepted_again, **self.accepted}.items()]
         requeue = sorted(self.outstanding.values(), key=lambda admit: admit.order)
         draw = None if self.draw is None else dict(self.draw)
         return Recovery(step, self.versions.get(step), self.order, draw, list(plan.items()), accepted, requeue)
 
     def ends_before(self, step: int) -> bool:
-        """Return whether ``step`` consumed samples that are not known here."""
+        """Return whether the records end before ``step`` consumed its samples."""
         return step > self._settled and step not in self.consumed
 
     def settle(self, step: int) -> None:
-        """Steps up to ``step`` are final: no checkpoint before the one after it will ever be resumed from."""
+        """Make the steps up to ``step`` final: the run will never be resumed from a checkpoint before its end."""
         for number in [number for number in self.consumed if number <= step]:
             for id in self.consumed.pop(number):
                 del self._trained[id], self._admits[id]
@@ -147,7 +166,7 @@ class JournalState:
         self._settled = max(self._settled, step)
 
     def snapshot(self) -> list[Record]:
-        """Records of one append that make an equal state, for ``Journal.checkpointed``."""
+        """Return records of one append that restore an equal state, for ``Journal.checkpointed``."""
         admitted = self.totals()["admitted"]
         records: list[Record] = [
             Totals(
@@ -181,20 +200,22 @@ class JournalState:
         self.order = max(self.order, record.order + 1)
 
     def _on_accept(self, record: Accept) -> None:
-        self._open(record.id, record.attempt)
+        self._check_open(record.id, record.attempt)
         del self.outstanding[record.id]
         self.accepted[record.id] = record
 
     def _on_reject(self, record: Reject) -> None:
-        self._open(record.id, record.attempt)
+        self._check_open(record.id, record.attempt)
         if record.final:
             del self.outstanding[record.id], self._admits[record.id]
             self._rejected += 1
             return
-        # Else a sample that kills who plays it would have all its attempts again after each recovery.
-        admit, died = self._admits[record.id], record.outcome == DIED
-        counted = replace(admit, failures=admit.failures + (not died), deaths=admit.deaths + died)
-        self.outstanding[record.id] = self._admits[record.id] = counted
+        # Keep the counts: otherwise a sample that crashes workers would get all its attempts again after each recovery.
+        admit = self._admits[record.id]
+        died = record.outcome == DIED
+        updated = replace(admit, failures=admit.failures + (not died), deaths=admit.deaths + died)
+        self._admits[record.id] = updated
+        self.outstanding[record.id] = updated
 
     def _on_drop(self, record: Drop) -> None:
         if record.id not in self.accepted:
@@ -207,15 +228,15 @@ class JournalState:
     def _on_consume(self, record: Consume) -> None:
         if record.step in self.consumed or record.step <= self._settled:
             raise ValueError(f"step {record.step} has consumed its samples already")
-        strangers = [id for id in record.ids if id not in self.accepted]
-        if strangers or len(set(record.ids)) != len(record.ids):
-            raise ValueError(f"step {record.step} consumes {strangers or 'a sample twice'}, which are not accepted")
+        unknown = [id for id in record.ids if id not in self.accepted]
+        if unknown or len(set(record.ids)) != len(record.ids):
+            raise ValueError(f"step {record.step} consumes {unknown or 'a sample twice'}, which are not accepted")
         for id in record.ids:
             self._trained[id] = self.accepted.pop(id)
         self.consumed[record.step] = list(record.ids)
         self.flat = [number for number in self.flat if number >= self._consumed + len(self._trained)]
         if self.planned.pop(record.step, record.ids) != record.ids:
-            self.planned.clear()
+            self.planned.clear()  # the step was not repeated as planned, so later plans are void
 
     def _on_commit(self, record: Commit) -> None:
         self.versions[record.step] = record.version
@@ -230,9 +251,9 @@ class JournalState:
         self.ended = True
 
     def _on_resume(self, record: Resume) -> None:
-        voided, plan = self._voided(record.step)
-        back = {id: self._trained.pop(id) for number in voided for id in self.consumed.pop(number)}
-        self.accepted = {**back, **self.accepted}
+        voided, plan = self._plan_replay(record.step)
+        accepted_again = {id: self._trained.pop(id) for number in voided for id in self.consumed.pop(number)}
+        self.accepted = {**accepted_again, **self.accepted}
         self.planned = plan
         self.versions = {step: version for step, version in self.versions.items() if step <= record.step}
         if self.checkpoint is not None and self.checkpoint.step > record.step:
@@ -240,21 +261,27 @@ class JournalState:
         self.ended = False
 
     def _on_totals(self, record: Totals) -> None:
-        fresh = JournalState()
-        self.__dict__.update({name: value for name, value in vars(fresh).items() if name != "_apply"})
-        self.order, self._settled = record.order, record.step
-        self._consumed, self._rejected, self._dropped = record.consumed, record.rejected, record.dropped
+        empty = JournalState()
+        self.__dict__.update({name: value for name, value in vars(empty).items() if name != "_apply"})
+        self.order = record.order
+        self._settled = record.step
+        self._consumed = record.consumed
+        self._rejected = record.rejected
+        self._dropped = record.dropped
         self.planned = {step: list(ids) for step, ids in record.planned}
         self.flat = list(record.flat)
 
-    def _open(self, id: str, attempt: int) -> None:
+    def _check_open(self, id: str, attempt: int) -> None:
+        """Raise ValueError unless this attempt at a sample is outstanding."""
         admit = self.outstanding.get(id)
         if admit is None or admit.attempt != attempt:
             raise ValueError(f"attempt {attempt} of {id} is not outstanding")
 
-    def _voided(self, step: int) -> tuple[list[int], dict[int, list[str]]]:
-        """Consumed steps that a restart after ``step`` undoes, and the step batches from ``step + 1`` on to repeat,
-        up to the first that is unknown or has lost a sample."""
+    def _plan_replay(self, step: int) -> tuple[list[int], dict[int, list[str]]]:
+        """Return the consumed steps that a restart after ``step`` undoes, and the step batches to repeat.
+
+        The latter start at ``step + 1`` and end before the first batch that is unknown or has lost a sample.
+        """
         if step < self._settled:
             raise ValueError(f"the samples up to step {self._settled + 1} are used up for good")
         if self.ends_before(step):
@@ -269,18 +296,20 @@ class JournalState:
 
 
 def fold(records: Iterable[Record]) -> JournalState:
-    """The state after all of the records. Raises ValueError where one is impossible."""
+    """Return the state after all records. Raises ValueError if one is impossible."""
     state = JournalState()
     for record in records:
         state.apply(record)
     return state
 
 
-def _damage(folder: Path, completed_steps: int, *, kept: bool) -> str:
-    """Return why the journal in ``folder`` does not say what a run that goes on after ``completed_steps`` must know; ""
-    where it does, and where it cannot be read now, as who opens it will say. ``kept``: the checkpoint knows it as well,
-    so that a journal that ends before it is not of another history. Changes nothing. Raises JournalError where journal
-    and checkpoint do not go together."""
+def _find_damage(folder: Path, completed_steps: int, *, has_snapshot: bool) -> str:
+    """Return why a run cannot be resumed after ``completed_steps`` from the journal in ``folder``; "" if it can.
+
+    Also returns "" if the journal cannot be read now: opening it raises that error. ``has_snapshot``: the checkpoint
+    holds a snapshot of the journal, so a journal that ends before it may be replaced. Changes nothing. Raises
+    JournalError if journal and checkpoint belong to different histories.
+    """
     step = completed_steps - 1
     try:
         records = read_history(folder).records
@@ -294,7 +323,7 @@ def _damage(folder: Path, completed_steps: int, *, kept: bool) -> str:
         return f"{folder} holds no journal, though the run has trained {completed_steps} steps"
     try:
         state = fold(records)
-        if kept and state.ends_before(step):
+        if has_snapshot and state.ends_before(step):
             return f"{folder} ends before step {step + 1}, after which there is a checkpoint"
         state.resume(step)
     except ValueError as error:
@@ -307,15 +336,18 @@ def _damage(folder: Path, completed_steps: int, *, kept: bool) -> str:
 
 
 class RolloutLedger:
-    """Steps are numbered from 0. ``newest_payloads``: by rank of the trainer, where the last sample lies that was
-    accepted since the start. Use ``open``."""
+    """The journal together with the state that follows from it. Create it with ``open``. Steps are numbered from 0."""
 
     def __init__(self, journal: Journal, state: JournalState, timeout_s: float) -> None:
-        self._journal, self.state = journal, state
+        self._journal = journal
+        self.state = state
         self._timeout_s = timeout_s
         self._settled: int | None = None
+        """The last step of the newest checkpoint; it becomes final at the next one."""
         self.last = 0
+        """Number of the last append."""
         self.newest_payloads: dict[int, list[Any]] = {}
+        """By rank of the trainer, the position of the payload that was accepted last since the start."""
 
     @classmethod
     def open(
@@ -328,14 +360,16 @@ class RolloutLedger:
         warn: Callable[[str], None] = _log.warning,
         timeout_s: float = 30.0,
     ) -> tuple[RolloutLedger, Recovery | None]:
-        """The journal in ``folder`` and, unless the run is new, what one that goes on after ``completed_steps`` has to
-        do with what was open. A journal that is damaged, or ends before the checkpoint, is made again from
-        ``snapshot``, which the checkpoint holds (None: one of an earlier version, which has none); ``warn`` is told.
-        The disk has ``timeout_s`` for a record.
-        Raises JournalError, also where journal and checkpoint are not of one history."""
-        kept = snapshot is not None and snapshot.is_file()
-        damage = _damage(folder, completed_steps, kept=kept)
-        if damage and not kept:
+        """Open the journal in ``folder`` for a run resumed after ``completed_steps``.
+
+        Returns the ledger and, unless the journal is new, what to do with the open samples. A journal that is damaged
+        or ends before the checkpoint is rebuilt from ``snapshot``, a file of the checkpoint, with a warning through
+        ``warn``; checkpoints of earlier versions have none (None). ``timeout_s``: seconds that the disk has for a
+        record. Raises JournalError, also if journal and checkpoint belong to different histories.
+        """
+        has_snapshot = snapshot is not None and snapshot.is_file()
+        damage = _find_damage(folder, completed_steps, has_snapshot=has_snapshot)
+        if damage and not has_snapshot:
             raise JournalDamaged(
                 f"{damage}; which samples the run has trained is not known. Nothing was changed; put {folder} back as "
                 "it was, or begin anew with recover_mode=disabled"
@@ -361,13 +395,16 @@ class RolloutLedger:
         return ledger, recovery
 
     def snapshot_after(self, completed_steps: int) -> list[Record]:
-        """Return what is open after ``completed_steps``, for ``write_snapshot`` in a checkpoint and then ``open``."""
+        """Return a snapshot of the state with ``completed_steps`` final, for a checkpoint's ``write_snapshot``."""
         state = fold(self.state.snapshot())
         state.settle(completed_steps - 1)
         return state.snapshot()
 
     def append(self, *records: Record) -> int:
-        """Write the records, all or none. Raises ValueError for one that cannot follow."""
+        """Apply the records and append them as one frame; return the number of the append.
+
+        Raises ValueError for a record that contradicts those before it.
+        """
         for record in records:
             self.state.apply(record)
             if isinstance(record, Accept):
@@ -376,12 +413,14 @@ class RolloutLedger:
         return self.last
 
     async def durable(self, number: int | None = None) -> None:
-        """Wait until an append (None: the last) is on the disk."""
+        """Wait until an append (None: the last one) is on the disk. Raises JournalError."""
         await self._journal.durable(self.last if number is None else number, self._timeout_s)
 
     def checkpointed(self, completed_steps: int, folder: str) -> None:
-        """A checkpoint is valid. What the one before it covers is final, and leaves the journal: the newest may turn
-        out damaged."""
+        """Record a valid checkpoint, and remove from the journal the steps that the previous checkpoint covers.
+
+        Those of the newest checkpoint stay, because it may turn out to be damaged.
+        """
         self.append(Ckpt(completed_steps - 1, folder))
         if self._settled is not None:
             self.state.settle(self._settled)
@@ -389,5 +428,5 @@ class RolloutLedger:
         self._settled = completed_steps - 1
 
     def close(self) -> None:
-        """Raises JournalError when something was not written."""
+        """Close the journal. Raises JournalError if a record was not written."""
         self._journal.close()

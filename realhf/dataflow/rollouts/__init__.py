@@ -46,6 +46,6 @@ The loops:
   ``async_rl.rollout_deadline_s`` + 120 s.
 
 So the oldest token of a trained sequence is at most ``eta`` versions behind, and with ``eta`` = 0 the loop is the
-synchronous step. docs/architecture.md shows this together with the other processes; docs/reference/dataflow.md, section
-9, is the contract.
+synchronous step. docs/architecture.md shows this together with the other processes; docs/reference/dataflow.md 9 is
+the contract.
 """

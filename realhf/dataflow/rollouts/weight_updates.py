@@ -41,7 +41,7 @@ from realhf.api.calls import (
 )
 from realhf.api.generation import WeightsManifest
 from realhf.base import process_clock
-from realhf.dataflow.weight_proof import WeightRecord, WrongWeights, check_held, verdict
+from realhf.dataflow.weight_proof import WeightRecord, WrongWeights, check_held, find_probe_error
 from realhf.dataflow.worker_group import ask
 from realhf.transport.errors import RemoteError, RpcError, WorkerDied
 from realhf.transport.rpc_master import RpcMaster
@@ -377,7 +377,7 @@ class SelfTest:
         restored: Probe,
         scores: tuple[Sequence[float], Sequence[float]] | None,
     ) -> None:
-        if error := verdict(before, changed, restored, scores):
+        if error := find_probe_error(before, changed, restored, scores):
             raise WrongWeights(f"{worker} failed the self-test of weight updates: {error}")
         if scores is None:
             self._warn(
