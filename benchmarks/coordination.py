@@ -134,11 +134,11 @@ class Run:
 
     def _joined(self, info: Any) -> None:
         if self._rollouts is not None:
-            self._rollouts.joined(info)
+            self._rollouts.worker_joined(info)
 
     def _died(self, name: str, reason: str) -> None:
         if self._rollouts is not None:
-            self._rollouts.left(name, reason)
+            self._rollouts.worker_left(name, reason)
 
     async def _open(self, rpc: RpcMaster) -> AsyncRollouts:
         spec = self._plan.spec
@@ -157,7 +157,7 @@ class Run:
         source = sources.get(spec.source.name)(seed=spec.seed, **spec.source.args)
         rollouts = await AsyncRollouts.open(plan, rpc, source)
         for info in [*rpc.roster.values(), FAKE_ENVIRONMENT]:
-            rollouts.joined(info)
+            rollouts.worker_joined(info)
         return rollouts
 
     def _make_executor(self, rpc: RpcMaster, rollouts: AsyncRollouts) -> FunctionExecutor:

@@ -26,7 +26,7 @@ from realhf.api.calls import TRIAL_CHANGE, TRIAL_RESTORE, ProbeRequest
 from realhf.backends.embedded.continuous_batching import ContinuousGenerator
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.tensor_digest import digests
-from realhf.dataflow.weight_proof import SHORT, HeldWeights, WeightProbe, WeightTrial
+from realhf.dataflow.weight_proof import SHORT_PREFIX, HeldWeights, WeightProbe, WeightTrial
 from realhf.transport.weights import WeightPublisher, receive
 
 Seconds = dict[str, list[float]]
@@ -55,7 +55,7 @@ class Update:
         self.engine = ContinuousGenerator(copy.deepcopy(model), version=-1)
         self.publisher = WeightPublisher("benchmark", "trainer", folder)
         self.trial, self.held = WeightTrial(), HeldWeights(self.engine)
-        self.probe = WeightProbe(self.engine, list(range(5, 5 + SHORT)), "recompute")
+        self.probe = WeightProbe(self.engine, list(range(5, 5 + SHORT_PREFIX)), "recompute")
 
     def timed(self, name: str, step: Callable[[], Any]) -> Any:
         """Run a step and note its seconds: those of this thread, or of the engine's where it works."""

@@ -1,3 +1,3 @@
-"""The processes of a run; each is a module that ``python -m`` starts."""
+"""The processes of a run. Each is a module that is started by ``python -m``."""
 
-import realhf  # noqa: F401  It names packages that are missing.
+import realhf  # noqa: F401  Its import reports missing packages.

@@ -1,8 +1,8 @@
-"""The environment server process.
+"""Environment server process.
 
-Stands alone (``aws-env --port 8000 --pool-size 8``, or ``python -m workers.env_worker``) or belongs to a run
-(``--master tcp://... --run-id ... --name env/0``), where it registers its address and ends with the run. With ``--env
-NAME`` it serves that environment, a registered one or ``file.py:Name``; without, AWS.
+It runs stand-alone (``aws-env --port 8000 --pool-size 8``, or ``python -m workers.env_worker``) or as part of a run
+(``--master tcp://... --run-id ... --name env/0``), in which case it registers its address and ends with the run. With
+``--env NAME`` it serves that environment, a registered one or ``file.py:Name``; without it, AWS.
 """
 
 from __future__ import annotations
@@ -25,27 +25,33 @@ from realhf.env.server.interfaces import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
 from realhf.scheduler.process import STOP_WITHIN_S, run_guarded
 from realhf.transport.network import Network
-from workers.worker_main import add_key_file, follow_master, keys_in, reachable
+from workers.worker_main import add_key_file, follow_master, read_keys, server_network
 
 
 class Interrupted(Exception):
-    """SIGTERM or SIGINT."""
+    """SIGTERM or SIGINT was received."""
 
 
-class Program(NamedTuple):
-    """What is served. ``kind`` are its settings; ``prepare`` makes the environment, and may adapt the settings."""
+class ServerProgram(NamedTuple):
+    """A kind of environment server."""
 
     name: str
+    """Name of the command, for messages."""
     about: str
-    kind: type[ServerConfig]
+    """Description for ``--help``."""
+    config: type[ServerConfig]
+    """Class of its settings."""
     prepare: Callable[[argparse.Namespace, ServerConfig], tuple[ServedEnvironment, ServerConfig]]
+    """Creates the environment and returns it with the settings, which it may adapt."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal, the end of the run or an error. Returns the exit code: 2 for a mistake in the settings, 1
-    for an environment that fails."""
-    program = chosen_program(argv)
-    arguments = command_line(program).parse_args(argv)
+    """Serve until a signal, the end of the run or an error.
+
+    Returns the exit code: 0 after a signal, 2 for an error in the settings, 1 for an environment that fails.
+    """
+    program = choose_program(argv)
+    arguments = build_parser(program).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if arguments.master:
         return run_guarded(lambda: serve(program, arguments))
@@ -65,32 +71,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def chosen_program(argv: Sequence[str] | None) -> Program:
-    """Return what the command line asks for. Only the code of that environment is imported."""
+def choose_program(argv: Sequence[str] | None) -> ServerProgram:
+    """Return the kind of server that the command line asks for. Only its code is imported."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--env", default="")
     if not first.parse_known_args(argv)[0].env:
         from realhf.aws.server import program
 
-        return Program("aws-env", program.ABOUT, program.AwsServerConfig, program.prepare)
+        return ServerProgram("aws-env", program.ABOUT, program.AwsServerConfig, program.prepare)
     from realhf.env.server.spec import program
 
-    return Program("env_worker", program.ABOUT, program.SpecServerConfig, program.prepare)
+    return ServerProgram("env_worker", program.ABOUT, program.SpecServerConfig, program.prepare)
 
 
-def command_line(program: Program) -> argparse.ArgumentParser:
-    """Flags of the server, and those that a launcher gives."""
+def build_parser(program: ServerProgram) -> argparse.ArgumentParser:
+    """Return the parser of the server's flags and of those that a launcher passes."""
     parser = argparse.ArgumentParser(
         prog=program.name,
         description=f"{program.about} Every setting is also a variable, named in brackets; a flag wins over it.",
     )
     parser.add_argument("--version", action="version", version=f"{program.name} {realhf.__version__}")
-    chosen = parser.add_argument_group("environment")
+    environment = parser.add_argument_group("environment")
     about = "environment to serve: a registered name, FILE.py:Name or module:Name (without: AWS; its settings differ)"
-    chosen.add_argument("--env", default="", metavar="NAME", help=about)
+    environment.add_argument("--env", default="", metavar="NAME", help=about)
     about = "option of the environment, with --env; as often as needed"
-    chosen.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
-    add_arguments(parser.add_argument_group("settings"), program.kind)
+    environment.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
+    add_arguments(parser.add_argument_group("settings"), program.config)
     run = parser.add_argument_group("as part of a training run")
     run.add_argument("--master", default="", help="endpoint of the master worker (none: stand alone)")
     run.add_argument("--run-id", default="", help="run that the master belongs to")
@@ -100,18 +106,20 @@ def command_line(program: Program) -> argparse.ArgumentParser:
 
 
 def _interrupt(stop: threading.Event) -> None:
-    """The first signal unwinds the main thread; later ones do not disturb the clean-up."""
+    """Raise Interrupted in the main thread at the first signal; ignore later ones, so that clean-up is undisturbed."""
     if not stop.is_set():
         stop.set()
         raise Interrupted
 
 
-def serve(program: Program, arguments: argparse.Namespace) -> None:
-    """Start the environment and the server, then wait for the end: for ever, or until the master says bye. Raises
-    ConfigError, OSError (port taken), RuntimeError (the environment does not come up) or MasterLost."""
-    keys = keys_in(arguments.key_file)
-    network = reachable(arguments.master, keys)
-    config = resolve(arguments, program.kind)
+def serve(program: ServerProgram, arguments: argparse.Namespace) -> None:
+    """Start the environment and the server, and serve: forever, or until the master says goodbye.
+
+    Raises ConfigError, OSError (port in use), RuntimeError (the environment does not start) or MasterLost.
+    """
+    keys = read_keys(arguments.key_file)
+    network = server_network(arguments.master, keys)
+    config = resolve(arguments, program.config)
     with ExitStack() as stack:
         if keys is not None:
             host = network.host if is_loopback_host(config.host) else config.host
@@ -151,7 +159,7 @@ def _serve(
         server.stop()
         served.pool.stop()
         if arguments.env:
-            # Threads that an environment left behind must not keep the process; the kernel ends it then.
+            # Threads that the environment has left running may keep the process from exiting: SIGALRM ends it then.
             signal.alarm(STOP_WITHIN_S)
 
 

@@ -1,4 +1,4 @@
-"""A generation worker: samples tokens with the newest weights for all rollout workers.
+"""Generation worker: samples tokens with the newest weights for all rollout workers.
 
 python -m workers.generation_worker --run-dir DIR --run-id ID --master tcp://... --index 0
 """
@@ -48,19 +48,22 @@ from realhf.transport.weights import receive
 from workers.worker_main import network_of, run_planned
 
 LEAVE_WITHIN_S = 15.0
-"""One that is sent away because it hangs in new weights must make room for its successor."""
+"""Seconds within which a dismissed worker must exit, even if it hangs in an update: its successor needs the memory."""
 
 
 class SlotTable:
-    """Every client numbers its cache rows from 0; the engine knows them by numbers of its own."""
+    """Map from the cache slots of all clients, which each number theirs from 0, to the slots of the engine.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[tuple[str, int], int] = {}
         self._next = 0
         self._lock = threading.Lock()
 
-    def of(self, client: str, slot: int) -> int:
-        """The engine's number, a new one for a new row."""
+    def assign(self, client: str, slot: int) -> int:
+        """Return the engine's slot for a client's slot, a new one if it has none."""
         with self._lock:
             key = (client, slot)
             if key not in self._slots:
@@ -68,55 +71,64 @@ class SlotTable:
                 self._next += 1
             return self._slots[key]
 
-    def take(self, client: str, slots: list[int]) -> list[int]:
-        """The engine's numbers of these rows, which the client gives up."""
+    def release(self, client: str, slots: list[int]) -> list[int]:
+        """Remove a client's slots and return the engine's slots."""
         with self._lock:
             return [self._slots.pop((client, slot)) for slot in slots if (client, slot) in self._slots]
 
-    def take_all_but(self, clients: set[str]) -> list[int]:
-        """The engine's numbers of the rows of clients that are gone."""
+    def release_all_but(self, clients: set[str]) -> list[int]:
+        """Remove the slots of all clients but these and return the engine's slots."""
         with self._lock:
-            gone = [key for key in self._slots if key[0] not in clients]
-            return [self._slots.pop(key) for key in gone]
+            departed = [key for key in self._slots if key[0] not in clients]
+            return [self._slots.pop(key) for key in departed]
 
 
 class VersionGate:
-    """Requests for newer weights than the engine has wait here until it has them. ``version`` is asked for what it
-    has."""
+    """Queue of requests that need newer weights than the engine has. ``version()`` returns the engine's version.
+
+    Thread-safe.
+
+    A held request
+      produces: a call of ``go`` or ``give_up``;
+      waits for: an engine version of at least ``at_least``;
+      unblocked by: ``open`` after an update, or ``drop``.
+    """
 
     def __init__(self, version: Callable[[], int]) -> None:
         self._version = version
         self._held: dict[int, tuple[int, Callable[[], None], Callable[[], None]]] = {}
+        """Minimum version, ``go`` and ``give_up`` of each waiting request, by slot."""
         self._lock = threading.Lock()
 
     def submit(self, slot: int, at_least: int, go: Callable[[], None], give_up: Callable[[], None]) -> None:
-        """``go`` is called when the engine has this version, at once perhaps, or ``give_up`` when it need not."""
+        """Call ``go`` once the engine has version ``at_least``, possibly at once, or ``give_up`` if the slot is dropped
+        before."""
         with self._lock:
             if self._version() < at_least:
-                self._held[slot] = at_least, go, give_up
+                self._held[slot] = (at_least, go, give_up)
                 return
         go()
 
     def open(self) -> None:
-        """The engine has other weights."""
+        """Call ``go`` of the requests whose version the engine has now; to be called after an update."""
         with self._lock:
             version = self._version()
             ready = [slot for slot, (at_least, _, _) in self._held.items() if at_least <= version]
-            gone = [self._held.pop(slot)[1] for slot in ready]
-        for go in gone:
+            callbacks = [self._held.pop(slot)[1] for slot in ready]
+        for go in callbacks:
             go()
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Nobody waits for these any more."""
+        """Call ``give_up`` of the requests of these slots."""
         with self._lock:
-            dropped = [self._held.pop(slot)[2] for slot in slots if slot in self._held]
-        for give_up in dropped:
+            callbacks = [self._held.pop(slot)[2] for slot in slots if slot in self._held]
+        for give_up in callbacks:
             give_up()
 
 
-class KeptWeights:
-    """Keeps a version of the weights for an evaluation while ``engine`` takes newer ones: in a replica of the engine.
-    Where there cannot be one, the version is there until the engine takes another."""
+class PinnedWeights:
+    """A version of the weights that is kept for an evaluation while ``engine`` loads newer ones, in a replica of the
+    engine. If the engine has no replica, the version is available only until the engine loads another one."""
 
     def __init__(self, engine: StreamingGenerator) -> None:
         self._engine = engine
@@ -124,7 +136,7 @@ class KeptWeights:
         self._lock = threading.Lock()
 
     def pin(self, request: Nothing) -> PinAnswer:
-        """Keep the weights of now, and no others."""
+        """Keep the current weights, and no longer those pinned before."""
         self.unpin(request)
         replica = self._engine.replica()
         with self._lock:
@@ -132,23 +144,24 @@ class KeptWeights:
         return PinAnswer(self._engine.version, replica is not None)
 
     def unpin(self, request: Nothing) -> Nothing:
-        """Keep nothing; requests in play fail."""
+        """Close the replica; its running requests fail."""
         with self._lock:
-            replica, self._replica = self._replica, None
+            replica = self._replica
+            self._replica = None
         if replica is not None:
             replica.close()
         return request
 
-    def submit(self, wanted: GenRequest, gen: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
-        """Sample with the weights of ``wanted.pinned_version``. Raises ValueError when they are not here."""
+    def submit(self, request: GenRequest, gen: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
+        """Sample with the weights of ``request.pinned_version``. Raises ValueError if this version is not pinned."""
         with self._lock:
             engine = self._replica or self._engine
-            if engine.version != wanted.pinned_version:
-                raise ValueError(f"weights of version {wanted.pinned_version} are not kept here")
-            engine.submit(wanted, replace(gen, temperature=0.0) if wanted.greedy else gen, stop_ids, done)
+            if engine.version != request.pinned_version:
+                raise ValueError(f"weights of version {request.pinned_version} are not kept here")
+            engine.submit(request, replace(gen, temperature=0.0) if request.greedy else gen, stop_ids, done)
 
-    def forget(self, slots: Sequence[int]) -> None:
-        """End the requests of these slots, and forget what is cached for them."""
+    def free(self, slots: Sequence[int]) -> None:
+        """Abort the requests of these slots and free their cache."""
         with self._lock:
             if self._replica is not None:
                 self._replica.abort(slots)
@@ -156,7 +169,8 @@ class KeptWeights:
 
 
 class GenerationWorker:
-    """Answers ``generate`` and ``free`` of rollout workers, ``update_weights`` and ``status`` of the master."""
+    """Process that serves ``generate`` and ``free`` to rollout workers, and weight updates and ``status`` to the
+    master."""
 
     def __init__(
         self,
@@ -168,9 +182,12 @@ class GenerationWorker:
         network: Network = LOOPBACK,
         beside_trainer: bool | None = None,
     ) -> None:
-        self._plan, self._stack, self._network = plan, ExitStack(), network
+        self._plan = plan
+        self._stack = ExitStack()
+        self._network = network
         self._slots = SlotTable()
-        self._died = ""
+        self._death_reason = ""
+        """Why the engine's server ended; "" while it runs."""
         name = f"generation/{index}"
         self._tracer = self._stack.enter_context(open_trace(plan.spec.run_dir, name))
         model = plan.spec.models[spec.role]
@@ -185,8 +202,8 @@ class GenerationWorker:
                 log=plan.spec.run_dir / "logs" / f"vllm-{index}.log",
                 timeout_s=plan.rpc.connect_timeout_s,
                 tracer=self._tracer,
-                on_death=self._engine_died,
-                shared=_beside_a_trainer(plan, name) if beside_trainer is None else beside_trainer,
+                on_death=self._on_engine_death,
+                shared=_shares_gpu(plan, name) if beside_trainer is None else beside_trainer,
             )
         )
         self._gate = VersionGate(lambda: self._engine.version)
@@ -194,8 +211,8 @@ class GenerationWorker:
         policy = spec.options.kv_policy
         prefix = probe_ids(tokenizer, model.engine.name, policy, longest_sequence(model))
         self._probe = WeightProbe(self._engine, prefix, policy)
-        self._kept = KeptWeights(self._engine)
-        self._stack.callback(self._kept.unpin, Nothing())
+        self._pinned = PinnedWeights(self._engine)
+        self._stack.callback(self._pinned.unpin, Nothing())
         self._service = ServiceServer(name, run_id, self._on_request, network=network)
         self._stack.callback(self._service.close)
         self._rpc = RpcWorker(
@@ -208,8 +225,8 @@ class GenerationWorker:
                 [
                     UPDATE_WEIGHTS.served_by(self._update_weights),
                     PROBE_WEIGHTS.served_by(self._probe.sample),
-                    PIN_WEIGHTS.served_by(self._kept.pin),
-                    UNPIN_WEIGHTS.served_by(self._kept.unpin),
+                    PIN_WEIGHTS.served_by(self._pinned.pin),
+                    UNPIN_WEIGHTS.served_by(self._pinned.unpin),
                 ]
             ),
             immediate=dict([STATUS.served_by(self._status)]),
@@ -221,20 +238,20 @@ class GenerationWorker:
         )
 
     def run(self) -> None:
-        """Until the master says bye. Raises MasterLost, or RuntimeError when the engine's server ended."""
+        """Serve until the master says goodbye. Raises MasterLost, or RuntimeError if the engine's server has ended."""
         with self._stack:
             self._rpc.run()
-        if self._died:
-            raise RuntimeError(self._died)
+        if self._death_reason:
+            raise RuntimeError(self._death_reason)
 
-    def _engine_died(self, reason: str) -> None:
-        self._died = reason
+    def _on_engine_death(self, reason: str) -> None:
+        self._death_reason = reason
         self._rpc.stop()
 
     def _on_request(self, request: Request) -> None:
         if request.method == GENERATE.name:
-            asked = GENERATE.unpack(request.payload)
-            slot = self._slots.of(request.client, asked.slot)
+            message = GENERATE.unpack(request.payload)
+            slot = self._slots.assign(request.client, message.slot)
 
             def done(output: GenOutput | Exception) -> None:
                 if isinstance(output, Exception):
@@ -242,39 +259,41 @@ class GenerationWorker:
                 else:
                     request.reply(GENERATE.pack_answer(answer_of(output)))
 
-            wanted = request_of(asked, slot)
-            if wanted.pinned_version >= 0:
-                self._kept.submit(wanted, self._gen, self._stop_ids, done)
+            gen_request = request_of(message, slot)
+            if gen_request.pinned_version >= 0:
+                self._pinned.submit(gen_request, self._gen, self._stop_ids, done)
                 return
             self._gate.submit(
                 slot,
-                wanted.min_version,
-                lambda: self._engine.submit(wanted, self._gen, self._stop_ids, done),
+                gen_request.min_version,
+                lambda: self._engine.submit(gen_request, self._gen, self._stop_ids, done),
                 lambda: done(GenOutput([], [], [], "aborted")),
             )
         elif request.method == FREE.name:
-            self._forget(self._slots.take(request.client, FREE.unpack(request.payload).slots))
+            self._free(self._slots.release(request.client, FREE.unpack(request.payload).slots))
             request.reply(FREE.pack_answer(Nothing()))
         else:
             raise ValueError(f"there is no request {request.method!r}")
 
     def _update_weights(self, request: UpdateWeightsRequest) -> UpdateWeightsAnswer:
-        """Stage a version while generation goes on, then take it between two tokens, and say what is there now."""
+        """Stage a version while generation goes on, load it between two tokens, and return digests of the weights."""
         manifest = request.manifest
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/stage", version=manifest.version):
             tensors = receive(manifest, self._plan.rpc.control_timeout_s, network=self._network)
-        staged = time.perf_counter()
+        staged_at = time.perf_counter()
         changed = [] if manifest.trial else self._held.changed()
-        checked = time.perf_counter()
+        checked_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/load", version=manifest.version):
             self._engine.load_weights(manifest.version, tensors, again=manifest.trial > 0)
         self._gate.open()
-        loaded = time.perf_counter()
+        loaded_at = time.perf_counter()
         with self._tracer.span(f"{WEIGHTS}/digest", version=manifest.version):
             held = self._held.after(manifest, tensors)
-        digest_s = checked - staged + time.perf_counter() - loaded
-        return UpdateWeightsAnswer(1000 * (staged - began), 1000 * (loaded - checked), 1000 * digest_s, held, changed)
+        digest_s = checked_at - staged_at + time.perf_counter() - loaded_at
+        stage_ms = 1000 * (staged_at - started_at)
+        pause_ms = 1000 * (loaded_at - checked_at)
+        return UpdateWeightsAnswer(stage_ms, pause_ms, 1000 * digest_s, held, changed)
 
     def _status(self, request: Nothing) -> StatusAnswer:
         del request
@@ -283,22 +302,24 @@ class GenerationWorker:
         return StatusAnswer(time.monotonic(), *(stats[name] for name in names))
 
     def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
-        """Rollout workers that are gone do not come back for their answers."""
+        """Free the slots of rollout workers that have left the roster."""
         clients = {f"{name}:{info.pid}" for name, info in roster.items()}
-        gone = self._slots.take_all_but(clients)
-        if gone:
-            self._forget(gone)
+        slots = self._slots.release_all_but(clients)
+        if slots:
+            self._free(slots)
 
-    def _forget(self, slots: list[int]) -> None:
+    def _free(self, slots: list[int]) -> None:
         self._gate.drop(slots)
-        self._engine.abort(slots)  # an episode that was given up may have a request in play
+        self._engine.abort(slots)  # an abandoned episode may have a running request
         self._engine.free(slots)
-        self._kept.forget(slots)
+        self._pinned.free(slots)
 
 
-def _beside_a_trainer(plan: RunPlan, name: str) -> bool:
-    """Return whether by the plan a model worker computes on this worker's GPU: the same one, or whichever is first
-    where workers were given none."""
+def _shares_gpu(plan: RunPlan, name: str) -> bool:
+    """Return whether, according to the plan, a model worker computes on this worker's GPU.
+
+    This is also so if neither was assigned a GPU, since both then use the first one.
+    """
     trainers = [f"model_worker/{index}" for index in range(plan.spec.n_model_workers)]
     return any(plan.gpus.get(trainer) == plan.gpus.get(name) for trainer in trainers)
 
@@ -311,8 +332,10 @@ def main() -> int:
             raise ValueError(f"experiment {plan.spec.name} has no generation workers")
         allow_many_connections()
         network = network_of(plan, args)
-        told = {"yes": True, "no": False}.get(args.beside_trainer)
-        worker = GenerationWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network, told)
+        beside_trainer = {"yes": True, "no": False}.get(args.beside_trainer)
+        worker = GenerationWorker(
+            plan, plan.spec.rollout, args.index, args.run_id, args.master, network, beside_trainer
+        )
         settle()
         worker.run()
 
@@ -320,7 +343,7 @@ def main() -> int:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    about = "whether a model worker computes on the same GPU, said by who dealt it out (else the plan says)"
+    about = "whether a model worker computes on the same GPU, given by the scheduler (default: according to the plan)"
     parser.add_argument("--beside-trainer", choices=("yes", "no"), help=about)
 
 

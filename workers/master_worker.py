@@ -72,7 +72,7 @@ from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_master import RpcMaster
 from realhf.transport.sockets import allow_many_connections
 from realhf.view.report import write_report
-from workers.worker_main import add_key_file, keys_in
+from workers.worker_main import add_key_file, read_keys
 
 ACTIVITY_INTERVAL_S = 0.3
 """Interval in seconds at which the display learns which calls run."""
@@ -688,7 +688,7 @@ def main() -> int:
             load_plugin(plugin)
         settle()
         allow_many_connections()
-        network = Network.of_master(plan.network, keys_in(args.key_file))
+        network = Network.of_master(plan.network, read_keys(args.key_file))
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             master = MasterWorker(plan, args.run_id, events, network)
             runner.get_loop().add_signal_handler(signal.SIGINT, master.request_stop)

@@ -1,4 +1,4 @@
-"""A model worker: holds models, their tensors, and runs the calls that the master sends.
+"""Model worker: holds models and tensors, and runs the calls that the master sends.
 
 python -m workers.model_worker --run-dir DIR --run-id ID --master tcp://... --index 0
 """
@@ -66,13 +66,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 HOST_CALLS = (CALL, LOAD, EVALUATE, SAVE, RESTORE, COMMITTED, EXPORT, KEEP_EXPORT, GATHER, HELD)
+"""Ordered calls that ``ModelHost`` serves."""
 
 
 class ModelWorker:
-    """Registers at once, so that the master sees it, and loads its models when told to (``initialize``)."""
+    """Process that registers with the master at once and loads its models on the call ``initialize``."""
 
     def __init__(self, plan: RunPlan, index: int, run_id: str, master: str, network: Network = LOOPBACK) -> None:
-        self._plan, self._index, self._network = plan, index, network
+        self._plan = plan
+        self._index = index
+        self._network = network
         name = f"model_worker/{index}"
         self._store = TensorStore(name)
         self._plane = DataPlane(name, run_id, self._store, shm=plan.rpc.shm, network=network)
@@ -80,11 +83,15 @@ class ModelWorker:
         self._host: ModelHost | None = None
         self._meeting: Meeting | None = None
         self._world: World | None = None
-        run_dir, rollout = plan.spec.run_dir, plan.spec.rollout
-        self._tracer, self._recorder = open_trace(run_dir, name), open_rollouts(plan, name)
+        run_dir = plan.spec.run_dir
+        rollout = plan.spec.rollout
+        self._tracer = open_trace(run_dir, name)
+        self._recorder = open_rollouts(plan, name)
         self._stream = StreamHost(run_id, name, run_dir / "stream", self._store, network)
         medium = cast(Medium, rollout.options.weights) if rollout else "shm"
-        self._trial, self._stack = WeightTrial(), ExitStack()
+        self._trial = WeightTrial()
+        self._stack = ExitStack()
+        """Closes the separate generation engines."""
         self._publisher = WeightPublisher(run_id, name, run_dir / "weights", medium, network=network)
         self._rpc = RpcWorker(
             name,
@@ -97,13 +104,13 @@ class ModelWorker:
                     OPEN_WORLD.served_by(self._open_world),
                     INITIALIZE.served_by(self.initialize),
                     PUBLISH_WEIGHTS.served_by(self._publish_weights),
-                    *((call.name, self._on_host(call.name)) for call in HOST_CALLS),
+                    *((call.name, self._host_handler(call.name)) for call in HOST_CALLS),
                 ]
             ),
             immediate={
-                CLEAR.name: self._on_host(CLEAR.name),
-                ABORT.name: self._on_host(ABORT.name),
-                PROGRESS.name: self._on_host(PROGRESS.name),
+                CLEAR.name: self._host_handler(CLEAR.name),
+                ABORT.name: self._host_handler(ABORT.name),
+                PROGRESS.name: self._host_handler(PROGRESS.name),
                 **self._stream.handlers(),
             },
             data_endpoint=self._plane.endpoint,
@@ -112,7 +119,7 @@ class ModelWorker:
         )
 
     def run(self) -> None:
-        """Serve until the master says bye. Raises MasterLost, RpcTimeout or ProtocolError."""
+        """Serve until the master says goodbye. Raises MasterLost, RpcTimeout or ProtocolError."""
         try:
             self._rpc.run()
         finally:
@@ -129,8 +136,11 @@ class ModelWorker:
             self._tracer.close()
 
     def _open_world(self, request: OpenWorldRequest) -> OpenWorldAnswer:
-        """Serve the place where the workers that compute together meet: on the loopback, unless some are on other hosts
-        and the network is trusted. Raises NetworkError where it is not."""
+        """Open the rendezvous server of the workers that compute together and return its address.
+
+        It listens on the loopback or, for workers on several hosts, on the network. Raises NetworkError if the latter
+        is not trusted.
+        """
         from realhf.backends.parallel.process_groups import Meeting
 
         if request.several_hosts and not self._network.trusted:
@@ -140,14 +150,18 @@ class ModelWorker:
         return OpenWorldAnswer(self._meeting.address)
 
     def _join_world(self, address: str, token: str) -> None:
-        """Meet the others, and found the groups of all roles, also of those that others train."""
+        """Join the other workers at the rendezvous and create the process groups of all roles.
+
+        Every worker creates every group, including those of roles that only others train, as torch requires.
+        """
         from realhf.backends.parallel.process_groups import World, groups_of
 
-        rpc, spec = self._plan.rpc, self._plan.spec
-        where: dict[str, str] = {}
+        rpc = self._plan.rpc
+        spec = self._plan.spec
+        own_address: dict[str, str] = {}
         if not is_loopback_host(address.rpartition(":")[0]):
-            own = self._network.advertised
-            where = {"own": own, "interface": interface_of(own)}
+            host = self._network.advertised
+            own_address = {"own": host, "interface": interface_of(host)}
         self._world = World(
             address,
             self._index,
@@ -155,7 +169,7 @@ class ModelWorker:
             join_s=rpc.connect_timeout_s,
             timeout_s=rpc.call_timeout_s,
             token=token,
-            **where,
+            **own_address,
         )
         for model in spec.models.values():
             if model.parallel.size > 1:
@@ -167,12 +181,13 @@ class ModelWorker:
         threads = share_of_cores(self._plan.torch_threads, spec.n_model_workers, taken=_generation_threads(spec))
         if self._index in spec.world:
             self._join_world(request.world, request.token)
-        mine = {role: model for role, model in spec.models.items() if self._index in model.workers}
+        own_specs = {role: model for role, model in spec.models.items() if self._index in model.workers}
         models: dict[str, Model] = {}
-        for role, model in sorted(mine.items(), key=lambda item: bool(item[1].base_of)):
+        # A role that is the frozen base of another one (``base_of``) shares its weights, so it is loaded after it.
+        for role, model in sorted(own_specs.items(), key=lambda item: bool(item[1].base_of)):
             shared = models.get(model.base_of)
-            models[role] = self._load(model, threads) if shared is None else _base(model, shared)
-        calls = call_interfaces(mfc for mfc in spec.mfcs if mfc.model_role in mine)
+            models[role] = self._load(model, threads) if shared is None else _build_base_role(model, shared)
+        calls = call_interfaces(mfc for mfc in spec.mfcs if mfc.model_role in own_specs)
         dataset = None
         if spec.source.worker == self._index and spec.source.dataset_args is not None:
             tokenizer = next(iter(models.values())).tokenizer
@@ -193,14 +208,15 @@ class ModelWorker:
         return Nothing()
 
     def _publish_weights(self, request: PublishWeightsRequest) -> PublishWeightsAnswer:
-        """Make the weights of a role available to generation workers."""
+        """Publish the weights of a role to the generation workers; in a self-test change or restore them first."""
         if self._host is None:
             raise RuntimeError("publish_weights before initialize")
         with self._tracer.span(f"{WEIGHTS}/publish", version=request.version):
             engine = self._host.engine(request.role, request.version)
             tensors = engine.weights()
-            whole = self._plan.spec.models[request.role].parallel.fsdp == 1
-            probes = request.probes if whole else []  # a forward pass of one worker among several would wait for them
+            is_sharded = self._plan.spec.models[request.role].parallel.fsdp > 1
+            # A forward pass of a sharded model needs all its workers, so this one cannot score probes alone.
+            probes = [] if is_sharded else request.probes
             changed, restored = self._trial.step(request.trial, engine, tensors, probes)
             manifest = self._publisher.publish(
                 request.version,
@@ -223,19 +239,22 @@ class ModelWorker:
         if use_threads is not None:
             use_threads(threads)
         if model.engine.name != "embedded" and self._generates(model.role):
-            engine = self._served(model, engine)
+            engine = self._add_generation_engine(model, engine)
         return Model(model.role, engine, engine.tokenizer, model.chat_template_kwargs, model.tool_parser)
 
     def _generates(self, role: str) -> bool:
-        """Whether tokens of a role are sampled here, for training or evaluations, and not by generation workers."""
+        """Return whether this worker samples tokens of a role, for training or evaluation; in asynchronous runs the
+        generation workers do."""
         spec = self._plan.spec
-        called = any(m.model_role == role and m.interface_type is InterfaceType.GENERATE for m in spec.mfcs)
-        evaluated = spec.evaluation is not None and spec.evaluation.role == role
-        return spec.rollout is None and (called or evaluated)
+        has_generate_call = any(m.model_role == role and m.interface_type is InterfaceType.GENERATE for m in spec.mfcs)
+        is_evaluated = spec.evaluation is not None and spec.evaluation.role == role
+        return spec.rollout is None and (has_generate_call or is_evaluated)
 
-    def _served(self, model: ModelSpec, engine: Any) -> Any:
-        """Start a generation engine beside a trainer's; it ends with this worker. Raises ValueError for a role on
-        several workers."""
+    def _add_generation_engine(self, model: ModelSpec, engine: Any) -> Any:
+        """Start a separate generation engine for a trainer's engine and return both as one engine.
+
+        It ends with this worker. Raises ValueError for a role on several workers.
+        """
         from realhf.backends.streaming_engines import longest_sequence, make_streaming_generator
 
         if len(model.workers) > 1:
@@ -267,7 +286,9 @@ class ModelWorker:
         )
         return ServedEngine(engine, served)
 
-    def _on_host(self, handler: str) -> Handler:
+    def _host_handler(self, handler: str) -> Handler:
+        """Return the handler of this name of the ``ModelHost``, which exists only after ``initialize``."""
+
         def run(payload: Any) -> Any:
             if self._host is None:
                 raise RuntimeError(f"{handler} before initialize")
@@ -276,15 +297,18 @@ class ModelWorker:
         return run
 
 
-def _base(model: ModelSpec, trained: Model) -> Model:
-    """The frozen role that is another one with its adapters off."""
+def _build_base_role(model: ModelSpec, trained: Model) -> Model:
+    """Return the frozen role that is a trained role with its adapters disabled."""
     engine = trained.engine.base()  # type: ignore[attr-defined]
     return Model(model.role, engine, trained.tokenizer, model.chat_template_kwargs, model.tool_parser)
 
 
 def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> ComputeThreads:
-    """``configured`` threads, or (0) this worker's share of the cores that it may use and that no generation worker
-    needs at the same time: threads that wait for each other lose more by sharing a core than they gain."""
+    """Return ``configured`` compute threads or, for 0, this worker's share of the usable cores, and set torch to it.
+
+    ``taken`` cores are left to generation workers that compute at the same time: threads that wait for each other lose
+    more by sharing a core than they gain.
+    """
     import torch
 
     from realhf.backends.embedded.compute_threads import threads
@@ -296,7 +320,7 @@ def share_of_cores(configured: int, n_model_workers: int, taken: int = 0) -> Com
 
 
 def _generation_threads(spec: ExperimentSpec) -> int:
-    """Of all generation workers, which compute while this one does."""
+    """Return the number of threads of all generation workers, which compute at the same time as this one."""
     options = spec.rollout.options if spec.rollout else None
     return options.n_generation_workers * options.generation_threads if options else 0
 
@@ -306,7 +330,7 @@ def main() -> int:
 
     def work(plan: RunPlan, args: argparse.Namespace) -> None:
         allow_many_connections()
-        keep_this_process()  # episodes run on other threads; one that exits must be a failure with a name
+        keep_this_process()  # a sys.exit in an episode's thread must be an error, not the end of the process
         ModelWorker(plan, args.index, args.run_id, args.master, network_of(plan, args)).run()
 
     return run_planned(str(__doc__), work)

@@ -1,9 +1,9 @@
-"""A producer: plays AWS episodes with a policy of its own and pushes them to a trajectory server.
+"""Producer: plays AWS episodes with its own copy of a policy and pushes them to a trajectory server.
 
     aws-env --port 8100 --pool-size 8 &
     python -m workers.producer_worker --server http://127.0.0.1:8000 --env-url http://127.0.0.1:8100 --policy FOLDER
 
-It paces itself by the server's numbers, waits for the trainer, and registers again when a new run begins.
+It follows the pace that the server reports, waits for the trainer, and registers again when a new run begins.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ from realhf.trajectory.client.encoding import group_of
 logger = logging.getLogger(__name__)
 
 ROOM_TIMEOUT_S = 60.0
-TELL_EVERY_S = 10.0
+"""Seconds that one request for room at the server may wait."""
+WARN_EVERY_S = 10.0
+"""Minimum interval in seconds between warnings about failed rounds."""
 
 
 class NothingPlayed(RuntimeError):
-    """No episode of a round came to a result; the message is what the first of them failed by."""
+    """All episodes of a round failed; the message is the failure of the first one."""
 
 
-class Episodes:
-    """A policy that plays tasks of a curriculum in a pool of sessions. Use as a context manager."""
+class PolicyEpisodes:
+    """Episodes of a policy on tasks of a curriculum, in a pool of sessions. Use it as a context manager."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -58,35 +60,39 @@ class Episodes:
         engine.use_threads(threads(torch.get_num_threads()))
         self._model = Model("producer", engine, engine.tokenizer, options.chat_template_kwargs)
         self._gen = GenConfig(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-        own = {"tiers": options.tiers, "tags": options.tags, "pool_size": options.sessions}
-        self._tasks = TaskSource(options.seed, "aws", own)
+        env_options = {"tiers": options.tiers, "tags": options.tags, "pool_size": options.sessions}
+        self._tasks = TaskSource(options.seed, "aws", env_options)
         self._chat = TemplateChat(engine.tokenizer, system_prompt=None, template_kwargs=options.chat_template_kwargs)
-        spec = build_environment("aws", own)
+        spec = build_environment("aws", env_options)
         limits = Limits(options.max_turns, options.max_total_tokens, options.max_new_tokens)
         agent = TurnAgent(self._chat, limits, spec.system_prompt)
         player = Player(spec, options.env_url, agent, options.sessions, retries=1, patience_s=60.0)
         self._player = BlockingPlayer(player)
         self._rounds = 0
 
-    def __enter__(self) -> Episodes:
+    def __enter__(self) -> PolicyEpisodes:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._player.close()
 
     def play(self, count: int) -> list[Mapping[str, Any]]:
-        """Groups of ``count`` tasks; a task whose episodes all failed gives none. Raises NothingPlayed when all did."""
-        items, size = self._tasks.next_batch(count), self._options.group_size
+        """Play a group of episodes for each of ``count`` tasks and return the groups, in the server's format.
+
+        Tasks whose episodes all failed are left out. Raises NothingPlayed if that leaves none.
+        """
+        items = self._tasks.next_batch(count)
+        size = self._options.group_size
         self._rounds += 1
         engine = ModelEngine(self._model, self._chat, self._gen, self._options.seed * 1_000_003 + self._rounds)
         tasks = [parse_task(item.metadata) for item in items for _ in range(size)]
-        wanted = [EpisodeRequest(number, task) for number, task in enumerate(tasks)]
-        outcomes = self._player.play(wanted, engine).outcomes
-        played = [outcomes[start : start + size] for start in range(0, len(outcomes), size)]
-        self._tasks.record([_result(item, group) for item, group in zip(items, played, strict=True)])
+        requests = [EpisodeRequest(number, task) for number, task in enumerate(tasks)]
+        outcomes = self._player.play(requests, engine).outcomes
+        outcome_groups = [outcomes[start : start + size] for start in range(0, len(outcomes), size)]
+        self._tasks.record([_build_result(item, group) for item, group in zip(items, outcome_groups, strict=True)])
         groups = [
             group
-            for item, members in zip(items, played, strict=True)
+            for item, members in zip(items, outcome_groups, strict=True)
             if (group := group_of(members, template=item.metadata["template"])) is not None
         ]
         if not groups:
@@ -95,19 +101,31 @@ class Episodes:
 
 
 class Producer:
-    """Pushes what ``play(count)`` makes, as an environment of whatever run the server has."""
+    """Client that pushes the groups of ``play(count)`` to the server, as an environment of its current run.
+
+    ``run``
+      produces: pushed groups;
+      waits for: room at the server, then the episodes;
+      unblocked by: the trainer, which consumes groups; the end of the run.
+    """
 
     def __init__(
         self, client: TrajectoryClient, play: Callable[[int], list[Mapping[str, Any]]], options: argparse.Namespace
     ) -> None:
-        self._client, self._play, self._options = client, play, options
-        self._in_vain_since: float | None = None
-        self._told = -TELL_EVERY_S
+        self._client = client
+        self._play = play
+        self._options = options
+        self._failing_since: float | None = None
+        """Start of the first of the failed rounds in a row, in seconds of ``process_clock``; None after a success."""
+        self._warned_at = -WARN_EVERY_S
 
     def run(self) -> int:
-        """Play until ``groups`` are pushed (0: until the run has enough). Returns how many were. Raises
-        TrajectoryError, and RuntimeError when no episode has come to a result for ``patience_s``."""
-        pushed, played = 0, []
+        """Play until ``groups`` are pushed (0: until the run has enough). Returns the number of pushed groups.
+
+        Raises TrajectoryError, and RuntimeError if all episodes have failed for ``patience_s`` seconds.
+        """
+        pushed = 0
+        groups: list[Mapping[str, Any]] = []
         self._register()
         while not self._options.groups or pushed < self._options.groups:
             try:
@@ -115,33 +133,38 @@ class Producer:
                 if pace.done:
                     break
                 if not pace.pause:
-                    played = played or self._round(self._wanted(pace, pushed))
-                    if played:
-                        self._client.push_many(played)
-                        pushed += self._tell(played)
-                    played = []
+                    groups = groups or self._play_round(self._choose_count(pace, pushed))
+                    if groups:
+                        self._client.push_many(groups)
+                        self._log_push(groups)
+                        pushed += len(groups)
+                    groups = []
             except StaleEpoch:
                 logger.info("a new run has begun; what was just played goes there")
                 self._register()
         self._client.disconnect()
         return pushed
 
-    def _round(self, count: int) -> list[Mapping[str, Any]]:
-        """Play; [] when nothing came of it, which may pass: the environment's server is away for a while."""
-        began = process_clock.now()
+    def _play_round(self, count: int) -> list[Mapping[str, Any]]:
+        """Play a round; return [] if all its episodes failed, as while the environment's server is away.
+
+        Raises RuntimeError if that has lasted for ``patience_s`` seconds.
+        """
+        started_at = process_clock.now()
         try:
             groups = self._play(count)
         except NothingPlayed as error:
-            since, now = self._in_vain_since or began, process_clock.now()
+            since = self._failing_since or started_at
+            now = process_clock.now()
             if now - since >= self._options.patience_s:
                 text = f"no episode has come to a result for {now - since:.0f} s, at last {error}"
                 raise RuntimeError(text) from error
-            if now - self._told >= TELL_EVERY_S:
+            if now - self._warned_at >= WARN_EVERY_S:
                 logger.warning("no episode of this round came to a result: %s", error)
-                self._told = now
-            self._in_vain_since = since
+                self._warned_at = now
+            self._failing_since = since
             return []
-        self._in_vain_since = None
+        self._failing_since = None
         return groups
 
     def _register(self) -> None:
@@ -154,26 +177,28 @@ class Producer:
         )
         logger.info("environment %s (%d) of a run of %d steps", env.wandb_name, env.env_id, env.num_steps)
 
-    def _wanted(self, pace: Pace, pushed: int) -> int:
-        """Groups of the next round: what the sessions can play at once, and no more than is asked for."""
+    def _choose_count(self, pace: Pace, pushed: int) -> int:
+        """Return the number of groups of the next round.
+
+        At least one; otherwise at most what the sessions play at once, what is left to push, and the server's pace.
+        """
         at_once = max(1, self._options.sessions // self._options.group_size)
-        left = self._options.groups - pushed if self._options.groups else at_once
-        return max(1, min(at_once, left, pace.workers))
+        remaining = self._options.groups - pushed if self._options.groups else at_once
+        return max(1, min(at_once, remaining, pace.workers))
 
     @staticmethod
-    def _tell(groups: Sequence[Mapping[str, Any]]) -> int:
+    def _log_push(groups: Sequence[Mapping[str, Any]]) -> None:
         scores = [score for group in groups for score in group["scores"]]
         logger.info("pushed %d groups, mean score %.3f", len(groups), sum(scores) / max(1, len(scores)))
-        return len(groups)
 
 
-def _result(item: SourceItem, outcomes: Sequence[RolloutOutcome]) -> SampleResult:
+def _build_result(item: SourceItem, outcomes: Sequence[RolloutOutcome]) -> SampleResult:
     rewards = [outcome.reward if outcome.valid else None for outcome in outcomes]
     return SampleResult(item.id, item.metadata, rewards, [outcome.achieved for outcome in outcomes])
 
 
-def command_line() -> argparse.ArgumentParser:
-    """Return the flags of the producer."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the producer's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add = parser.add_argument
@@ -182,7 +207,7 @@ def command_line() -> argparse.ArgumentParser:
     add(
         "--ca-file",
         default="",
-        help="PEM file with whom an https server is checked by (the environment's: SSL_CERT_FILE)",
+        help="PEM file of the CA that verifies an https server (for the environment's: SSL_CERT_FILE)",
     )
     add("--env-url", required=True, help="URL of an environment server (aws-env)")
     add("--policy", required=True, help="folder or hub id of a policy with the trainer's tokenizer")
@@ -214,15 +239,15 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play and push until the groups are played or the run is over. Returns the exit code."""
-    options = command_line().parse_args(argv)
+    """Play and push until the groups are pushed or the run has ended. Returns the exit code."""
+    options = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
     def work() -> None:
         token = Path(options.token_file).read_text(encoding="utf-8").strip() if options.token_file else ""
         with (
-            Episodes(options) as episodes,
+            PolicyEpisodes(options) as episodes,
             TrajectoryClient(
                 options.server, token=token, retry_for_s=options.patience_s, ca_file=options.ca_file
             ) as client,

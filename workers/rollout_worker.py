@@ -1,4 +1,4 @@
-"""A rollout worker: plays samples that the master admits and streams them to the trainer.
+"""Rollout worker: plays samples that the master admits and streams them to the trainer.
 
 python -m workers.rollout_worker --run-dir DIR --run-id ID --master tcp://... --index 0
 """
@@ -42,25 +42,38 @@ from realhf.transport.sockets import allow_many_connections
 from workers.worker_main import network_of, run_planned
 
 DRAIN_S = 30.0
+"""Seconds that the trainer has to take the last samples at the end of the run."""
 WATCH_S = 5.0
+"""Interval in seconds at which the event loop is checked for blocking calls."""
 _log = logging.getLogger(__name__)
 
 
 class RolloutWorker:
-    """Registers, and plays whenever the master says ``play``. The main thread serves the master, another one runs the
-    event loop on which all episodes live."""
+    """Process that registers with the master and plays episodes on the call ``play``.
+
+    The main thread serves the master; another thread runs the event loop of all episodes.
+
+    The rollout loop
+      produces: finished samples, and results of evaluation shares;
+      waits for: leases from the master, tokens, commands of the environment, and room in the stream;
+      unblocked by: their answers, each with a deadline; an empty lease ends the loop.
+    """
 
     def __init__(
         self, plan: RunPlan, spec: RolloutSpec, index: int, run_id: str, master: str, network: Network = LOOPBACK
     ) -> None:
-        self._plan, self._spec, self._run_id, self._network = plan, spec, run_id, network
+        self._plan = plan
+        self._spec = spec
+        self._run_id = run_id
+        self._network = network
         self._incarnation = f"rollout_worker/{index}:{os.getpid()}"
         self._tracer = open_trace(plan.spec.run_dir, f"rollout_worker/{index}")
         self._recorder = open_rollouts(plan, f"rollout_worker/{index}", by_step=False)
         self._loop = new_event_loop()
         self._generation: GenerationClient | None = None
         self._failure: BaseException | None = None
-        self._served_at: tuple[str, ...] = ()
+        self._env_urls: tuple[str, ...] = ()
+        """URLs of the environment services; () for an environment that runs in this process."""
         self._rpc = RpcWorker(
             f"rollout_worker/{index}",
             "rollout_worker",
@@ -74,7 +87,7 @@ class RolloutWorker:
         )
 
     def run(self) -> None:
-        """Until the master says bye. Raises what ended the event loop, or MasterLost."""
+        """Serve until the master says goodbye. Raises the error of the rollout loop, or MasterLost."""
         episodes = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         episodes.start()
         watch = LoopWatch(self._loop, episodes.ident or 0)
@@ -88,7 +101,7 @@ class RolloutWorker:
             raise self._failure
 
     def _watch(self, watch: LoopWatch) -> None:
-        """End the worker when an environment or an agent has blocked its event loop for too long."""
+        """Stop the worker if an environment or an agent blocks its event loop for longer than the message timeout."""
         limit_s = self._spec.episodes.message_timeout_s
         while True:
             time.sleep(WATCH_S)
@@ -100,11 +113,11 @@ class RolloutWorker:
                 _log.warning("the event loop of the episodes is blocked: %s", watch.place())
 
     def _play(self, request: PlayRequest) -> Nothing:
-        """Begin to take samples."""
-        asyncio.run_coroutine_threadsafe(self._played(request), self._loop)
+        """Start the rollout loop in the event loop."""
+        asyncio.run_coroutine_threadsafe(self._run_loop(request), self._loop)
         return Nothing()
 
-    async def _played(self, request: PlayRequest) -> None:
+    async def _run_loop(self, request: PlayRequest) -> None:
         try:
             await self._play_all(request.control, request.streams, request.env)
         except Exception as error:
@@ -129,8 +142,8 @@ class RolloutWorker:
             loop = RolloutLoop(
                 client,
                 producer,
-                self._players(self._generation, env_urls),
-                self._encoder(),
+                self._build_players(self._generation, env_urls),
+                self._build_encoder(),
                 tracer=self._tracer,
                 timeout_s=max(timeout_s, self._spec.options.rollout_deadline_s),
             )
@@ -139,7 +152,8 @@ class RolloutWorker:
                 raise RuntimeError(f"the stream did not take {producer.unacked} samples within {DRAIN_S:g} s")
             await client.ask(STOPPED, Nothing(), timeout_s=timeout_s)
 
-    def _players(self, generation: GenerationClient, env_urls: Sequence[str]) -> list[GroupPlayer]:
+    def _build_players(self, generation: GenerationClient, env_urls: Sequence[str]) -> list[GroupPlayer]:
+        """Return a player for each group of sessions."""
         options = self._spec.episodes
         group = options.group_size
         model = self._plan.spec.models[self._spec.role]
@@ -157,13 +171,12 @@ class RolloutWorker:
         environment = build_environment(options.environment, options.environment_options)
         agent = make_agent(self._spec.agent, chat, environment.system_prompt, options, self._spec.agent_args)
         policy = failure_policy(options.on_failure, options.retries, options.min_group_size)
-        served = environment.launch is not None
-        self._served_at = tuple(env_urls) if served else ()
+        self._env_urls = tuple(env_urls) if environment.launch is not None else ()
         return [
             GroupPlayer(
                 Player(
                     environment,
-                    lambda number=number: self._address(number),
+                    lambda number=number: self._env_address(number),
                     agent,
                     group,
                     first_slot=number * group,
@@ -186,8 +199,9 @@ class RolloutWorker:
             for number in range(max(1, self._spec.sessions // group))
         ]
 
-    def _encoder(self) -> SampleEncoder:
-        options, spec = self._spec.episodes, self._plan.spec
+    def _build_encoder(self) -> SampleEncoder:
+        options = self._spec.episodes
+        spec = self._plan.spec
         context = CallContext(0, spec.seed, MicroBatchSpec(), spec.run_dir)
         return SampleEncoder(
             self._spec.calls[1:],
@@ -199,17 +213,18 @@ class RolloutWorker:
             feedback=self._feedback,
         )
 
-    def _address(self, number: int) -> str:
-        """Return where a player finds the service of its environment, with the token and certificate of the run; "" for
-        one without."""
-        urls, keys = self._served_at, self._network.keys
+    def _env_address(self, number: int) -> str:
+        """Return the URL of the environment service of a player, with the token and certificate of the run; "" if there
+        is no service."""
+        urls = self._env_urls
+        keys = self._network.keys
         url = self._network.with_token(urls[number % len(urls)]) if urls else ""
         return url if keys is None else with_certificate(url, keys.certificate)
 
     def _on_roster(self, roster: Mapping[str, WorkerInfo]) -> None:
         urls = tuple(info.endpoints["env"] for _, info in sorted(roster.items()) if "env" in info.endpoints)
-        if urls and self._served_at:
-            self._served_at = urls  # a service whose host was lost is somewhere else now
+        if urls and self._env_urls:
+            self._env_urls = urls  # a service whose host was lost is restarted elsewhere
         workers = _generation_workers(roster)
         self._loop.call_soon_threadsafe(lambda: self._generation and self._generation.update(workers))
 
@@ -228,7 +243,7 @@ def main() -> int:
         if plan.spec.rollout is None:
             raise ValueError(f"experiment {plan.spec.name} has no rollout workers")
         settle()
-        keep_this_process()  # episodes run on other threads; one that exits must be a failure with a name
+        keep_this_process()  # a sys.exit in an episode's thread must be an error, not the end of the process
         allow_many_connections()  # to every rank of the trainer, among others
         network = network_of(plan, args)
         RolloutWorker(plan, plan.spec.rollout, args.index, args.run_id, args.master, network).run()

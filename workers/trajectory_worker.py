@@ -1,8 +1,8 @@
-"""The trajectory server as a process of a training run.
+"""Trajectory server as a process of a training run.
 
     python -m workers.trajectory_worker --master tcp://... --run-id ... --name trajectory/0 [flags of run-api]
 
-It registers its address with the master and ends with the run. To serve alone, use ``run-api``.
+It registers its address with the master and ends with the run. For a stand-alone server, use ``run-api``.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from realhf.scheduler.process import run_guarded
 from realhf.trajectory.http.cli import uvicorn_config
 from realhf.trajectory.http.config import TrajectoryConfig, add_arguments, resolve
 from realhf.transport.network import Network
-from workers.worker_main import add_key_file, follow_master, keys_in, own_number, reachable
+from workers.worker_main import add_key_file, follow_master, parse_index, read_keys, server_network
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 60.0
+"""Seconds that the server has to start."""
 STOP_TIMEOUT_S = 40.0
-"""The server itself gives up a store that hangs before that."""
+"""Seconds that the server has to stop. Longer than the time after which it abandons a store that hangs."""
 BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 REACHED_AT = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Where processes of this machine find a server that listens everywhere."""
+"""Local address of a server that listens on all addresses."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until the master says bye. Returns the exit code."""
-    arguments = command_line().parse_args(argv)
+    """Serve until the master says goodbye. Returns the exit code."""
+    arguments = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return run_guarded(lambda: start(arguments))
 
 
-def command_line() -> argparse.ArgumentParser:
-    """Flags of the server, and those that a launcher gives."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the server's flags and of those that a launcher passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     add_arguments(parser.add_argument_group("settings"))
@@ -57,11 +59,14 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def start(arguments: argparse.Namespace) -> None:
-    """Serve with these flags; a run with keys listens where others reach it, and wants their token. Raises ConfigError,
-    ValueError for a name without a number, and what ``serve`` raises."""
-    own_number(arguments)
-    keys = keys_in(arguments.key_file)
-    network, config = reachable(arguments.master, keys), resolve(arguments)
+    """Serve with these flags. In a run with keys, listen on the network and require the run's token.
+
+    Raises ConfigError, ValueError for a name without a number, and the errors of ``serve``.
+    """
+    parse_index(arguments)
+    keys = read_keys(arguments.key_file)
+    network = server_network(arguments.master, keys)
+    config = resolve(arguments)
     if keys is not None:
         host = network.host if is_loopback_host(config.host) else config.host
         config = replace(config, host=host, token=config.token if config.has_tokens else keys.token)
@@ -69,8 +74,10 @@ def start(arguments: argparse.Namespace) -> None:
 
 
 def serve(config: TrajectoryConfig, arguments: argparse.Namespace, network: Network) -> None:
-    """Serve in a thread, follow the master in this one. Raises RuntimeError (port taken, the store does not open) or
-    MasterLost."""
+    """Serve in a thread, and follow the master in this one.
+
+    Raises RuntimeError (port in use, the store does not open) or MasterLost.
+    """
     from realhf.trajectory.http.server import create_app
 
     listener = listen(config.host, config.port)
@@ -96,7 +103,7 @@ def serve(config: TrajectoryConfig, arguments: argparse.Namespace, network: Netw
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening socket. Raises RuntimeError that names the flag."""
+    """Return a bound, listening socket. Raises RuntimeError, which names the flag."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -113,4 +120,4 @@ def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> Non
 
 
 if __name__ == "__main__":
-    leave(main())  # a server that never stops must not run on while the interpreter is taken down
+    leave(main())  # exits at once: a server thread that never stops must not run during interpreter shutdown

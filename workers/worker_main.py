@@ -1,4 +1,4 @@
-"""How a worker of a run begins: its command line, the plan of the run, what the plan's plugins register."""
+"""Start-up of the worker processes: command line, plan of the run, plugins, network and registration."""
 
 from __future__ import annotations
 
@@ -18,27 +18,30 @@ from realhf.transport.network import LOOPBACK, Network, RunKeys
 from realhf.transport.rpc_worker import RpcWorker
 
 _CHATTY = ("httpx", "httpx2")
-"""Libraries that write a line about every request."""
+"""Libraries that log a line about every request; their level is raised to WARNING."""
 
 
 def add_key_file(parser: Any) -> None:
-    """Add the flag that says where the keys of a run are; they themselves are on no command line."""
+    """Add the flag ``--key-file``. The keys themselves never appear on a command line."""
     parser.add_argument("--key-file", type=Path, help="file with the keys of the run (none: it is on the loopback)")
 
 
-def keys_in(file: Path | None) -> RunKeys | None:
-    """Return the keys in a file, None where there is none. Raises NetworkError naming the file."""
+def read_keys(file: Path | None) -> RunKeys | None:
+    """Return the keys in a file; None without a file. Raises NetworkError, which names the file."""
     return RunKeys.read(file) if file is not None else None
 
 
-def reachable(master: str, keys: RunKeys | None) -> Network:
-    """Return the network of a server that no plan describes: it listens on the address from which it reaches the master
-    at ``master``; on the loopback without one or without keys."""
+def server_network(master: str, keys: RunKeys | None) -> Network:
+    """Return the network of a server that is in no plan.
+
+    It listens on the address from which it reaches the master at ``master``, or on the loopback without a master or
+    without keys.
+    """
     return Network.of_worker(NetworkConfig(), keys, master) if master and keys is not None else LOOPBACK
 
 
-def own_number(arguments: argparse.Namespace) -> int:
-    """Return the number of a worker, with which its name ends. Raises ValueError."""
+def parse_index(arguments: argparse.Namespace) -> int:
+    """Return the number at the end of a worker's name, such as 0 for ``--name env/0``. Raises ValueError."""
     index = arguments.name.rpartition("/")[2]
     if not index.isdigit():
         raise ValueError(f"--name is {arguments.name!r}; it must end in /<number>")
@@ -48,12 +51,14 @@ def own_number(arguments: argparse.Namespace) -> int:
 def follow_master(
     kind: str, url: str, ended: Callable[[], object], arguments: argparse.Namespace, network: Network
 ) -> None:
-    """Register the server at ``url`` with the master, and follow it until it says bye or ``ended()`` returns: it waits
-    for the end of the server. Raises ValueError for a name without a number, and MasterLost."""
+    """Register the server at ``url`` with the master and serve until the master says goodbye or the server ends.
+
+    ``ended()`` must block until the server has ended. Raises ValueError for a name without a number, and MasterLost.
+    """
     worker = RpcWorker(
         arguments.name,
         kind,
-        own_number(arguments),
+        parse_index(arguments),
         arguments.run_id,
         arguments.master,
         ordered={},
@@ -65,9 +70,8 @@ def follow_master(
 
 
 def network_of(plan: RunPlan, arguments: argparse.Namespace) -> Network:
-    """Return the network of a worker. Raises NetworkError when it has no keys and needs them, or no way to the
-    master."""
-    return Network.of_worker(plan.network, keys_in(arguments.key_file), arguments.master)
+    """Return the network of a worker. Raises NetworkError without needed keys or a route to the master."""
+    return Network.of_worker(plan.network, read_keys(arguments.key_file), arguments.master)
 
 
 def run_planned(
@@ -75,8 +79,10 @@ def run_planned(
     work: Callable[[RunPlan, argparse.Namespace], None],
     more: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> int:
-    """Read ``--run-dir --run-id --master --index --key-file`` and what ``more`` adds, and run ``work(plan,
-    arguments)``; the exit code."""
+    """Parse the command line of a worker, load the plan and its plugins, and run ``work(plan, arguments)``.
+
+    ``about`` is the description for ``--help``; ``more(parser)`` may add flags. Returns the exit code.
+    """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with plan.json")
@@ -91,10 +97,10 @@ def run_planned(
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
 
-    def begin() -> None:
+    def load_and_work() -> None:
         plan = RunPlan.read(arguments.run_dir)
         for plugin in plan.plugins:
             load_plugin(plugin)
         work(plan, arguments)
 
-    return run_guarded(begin, arguments.run_dir)
+    return run_guarded(load_and_work, arguments.run_dir)

@@ -121,7 +121,7 @@ def rollout_worker(args: argparse.Namespace) -> None:
     class FakeImmediateRolloutWorker(RolloutWorker):
         """The real one with other players."""
 
-        def _players(self, generation: Any, env_urls: Sequence[str]) -> Any:
+        def _build_players(self, generation: Any, env_urls: Sequence[str]) -> Any:
             del generation, env_urls
             groups = fake_groups(self._spec.episodes.group_size)
             flight = FakeImmediateFlight(args.in_flight)

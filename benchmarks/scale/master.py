@@ -203,12 +203,12 @@ class Simulation:
 
     def _joined(self, info: WorkerInfo) -> None:
         if self._rollouts is not None:
-            self._rollouts.joined(info)
+            self._rollouts.worker_joined(info)
 
     def _died(self, name: str, reason: str) -> None:
         self._deaths.append(time.monotonic())
         if self._rollouts is not None:
-            self._rollouts.left(name, reason)
+            self._rollouts.worker_left(name, reason)
 
     async def _open(self, rpc: RpcMaster) -> AsyncRollouts:
         spec = self._plan.spec
@@ -220,7 +220,7 @@ class Simulation:
         source = sources.get(spec.source.name)(seed=spec.seed, **spec.source.args)
         rollouts = await AsyncRollouts.open(plan, rpc, source, say)
         for info in [*rpc.roster.values(), ENVIRONMENT]:
-            rollouts.joined(info)
+            rollouts.worker_joined(info)
         return rollouts
 
     def _make_executor(self, rpc: RpcMaster, rollouts: AsyncRollouts) -> FunctionExecutor:

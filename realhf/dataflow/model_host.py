@@ -1,9 +1,9 @@
-"""Serves model function calls on a worker: inputs from the store or peers, the interface, outputs into the store,
-weights into checkpoints.
+"""Handlers of a model worker: model function calls, data, checkpoints and exports.
 
-It knows models and interfaces by their contracts only and contains no algorithm. Every call starts from the
-seed in its request, for the random states of python, numpy and torch alike, so that a result depends on the
-call and not on what ran before, and recovery has no random state to restore.
+The host fetches the inputs of a call from the store or from peers, runs the interface and puts its outputs into the
+store. It knows models and interfaces by their contracts only and contains no algorithm. Every call seeds the random
+states of Python, NumPy and torch with the seed in its request. So a result depends on the call and not on earlier ones,
+and recovery has no random state to restore.
 """
 
 from __future__ import annotations
@@ -73,27 +73,36 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DIGESTS_FILE = "weight_digests.json"
+"""File of a checkpoint or export with the digests of its weights."""
 _log = logging.getLogger(__name__)
 
 
 def write_digests(folder: Path, engine: Engine, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write ``weight_digests.json`` about ``weights``, by default those of the engine: how digests are computed, the
-    policy version, one digest of all tensors as ``weights.jsonl`` of the run has it, and that of each by its name."""
+    """Write ``weight_digests.json`` for ``weights`` (default: the engine's).
+
+    It holds the digest scheme, the policy version, the joint digest that ``weights.jsonl`` of the run has, and the
+    digest of each tensor by name.
+    """
     tensors = digests(engine.weights() if weights is None else weights)
     content = {"scheme": SCHEME, "version": engine.version, "digest": joint_digest(tensors), "tensors": tensors}
     write_whole(folder / DIGESTS_FILE, json.dumps(content, indent=1))
 
 
 def stored_weights(engine: Engine) -> dict[str, Tensor]:
-    """Return what a checkpoint of an engine restores to the bit: its weights, unless it says something else, because
-    those are computed from others. Raises HeldInParts as ``weights`` does."""
+    """Return the tensors that a checkpoint of an engine restores bit-exactly.
+
+    These are its weights, unless the weights are computed from other tensors (merged adapters). Raises HeldInParts as
+    ``weights`` does.
+    """
     return getattr(engine, "stored_weights", engine.weights)()
 
 
 def check_digests(folder: Path, engine: Engine) -> None:
-    """Raise ValueError where an engine that has loaded a checkpoint does not hold the weights it was made of; the error
-    names the tensor. A folder without digests passes, an engine that holds a part, and, with a warning, digests that
-    another version of the package computed otherwise: the files have checksums."""
+    """Raise ValueError, which names the tensor, unless an engine holds the weights of the checkpoint it has loaded.
+
+    Nothing is compared if the folder has no digests, if the engine holds only a part of the weights or, with a warning,
+    if another version of the package used another digest scheme. (The files of a checkpoint also have checksums.)
+    """
     path = folder / DIGESTS_FILE
     if not path.exists():
         return
@@ -103,38 +112,43 @@ def check_digests(folder: Path, engine: Engine) -> None:
         return
     expected: dict[str, str] = stored["tensors"]
     try:
-        found = digests(stored_weights(engine))
+        restored = digests(stored_weights(engine))
     except HeldInParts:
         return
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    for name in sorted(expected.keys() | restored.keys()):
+        if expected.get(name) != restored.get(name):
             raise ValueError(
                 f"checkpoint {folder}: {name} was saved with digest {expected.get(name, 'none')} and is restored with "
-                f"{found.get(name, 'none')}"
+                f"{restored.get(name, 'none')}"
             )
 
 
 Fetcher = Callable[[str, Sequence[str], Sequence[str], float], SequenceSample]
-"""(endpoint, ids, keys, timeout in seconds) -> the values; ``DataPlane.fetch`` is one."""
+"""(endpoint, ids, keys, timeout in seconds) -> values. ``DataPlane.fetch`` is one."""
 Handler = Callable[[Any], Any]
 """Payload of a request -> payload of its answer."""
 INTERFACE_STATE = "interfaces.json"
+"""File of a worker in a checkpoint with the states of its interfaces."""
 
 
 class Dataset(Protocol):
-    """Rows that live on a worker. The source on the master decides which come next: metadata ``row``."""
+    """Rows stored on a worker. The source on the master chooses the rows, with the metadata field ``row``."""
 
     def load(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
-        """One sample per id."""
+        """Return one sample for each id, from the row at the same position."""
         ...
 
 
 class ModelHost:
-    """Holds the models of one worker by role, and the interface of every model function call it may get. It owns the
-    policy version: it alone sets ``Engine.version``, to the step's number before every call and to the next one after
-    a train call. ``given_up`` tells whether the master has cancelled the call that is running, such as
-    ``RpcWorker.is_running_call_cancelled``; ``addressed`` turns the address of an HTTP server of the run into the one
-    that a client needs, with its token; ``recorder`` keeps rollouts."""
+    """The models of one worker by role, and the interfaces of the model function calls that it may get.
+
+    The host owns the policy version: it alone sets ``Engine.version``, to the step's number before every call and to
+    the next number after a train call.
+
+    ``given_up()`` says whether the master has cancelled the running call, such as
+    ``RpcWorker.is_running_call_cancelled``. ``addressed(url)``
+    adds the token of the run to the URL of one of its HTTP servers. ``recorder`` records rollouts.
+    """
 
     def __init__(
         self,
@@ -153,22 +167,29 @@ class ModelHost:
     ) -> None:
         self._models = dict(models)
         self._interfaces = dict(interfaces)
-        self._store, self._fetch = store, fetch
-        self._run_dir, self._fetch_timeout_s = run_dir, fetch_timeout_s
+        self._store = store
+        self._fetch = fetch
+        self._run_dir = run_dir
+        self._fetch_timeout_s = fetch_timeout_s
         self._dataset = dataset
         self._tracer = tracer or Tracer()
-        self._given_up, self._addressed, self._recorder = given_up, addressed, recorder
+        self._given_up = given_up
+        self._addressed = addressed
+        self._recorder = recorder
         self._lock = threading.Lock()
-        self._in_hand: frozenset[str] = frozenset()
+        """Guards the next two fields, which ``clear`` uses from another thread."""
+        self._ids_of_call: frozenset[str] = frozenset()
+        """Samples of the running call."""
+        self._cleared_during_call: set[str] = set()
+        """Those of them that were cleared since it began."""
         self._progress = EpisodeCount()
-        self._cleared_meanwhile: set[str] = set()
-        # An evaluation with the arguments of a call shares its interface, and what that holds open.
+        # An evaluation with the arguments of a call shares its interface, including connections that it keeps open.
         self._evaluators: dict[str, Any] = {
             interface_key(mfc.interface, mfc.interface_args): interface for mfc, interface in interfaces.values()
         }
 
     def handlers(self) -> dict[str, Handler]:
-        """Handlers for the ordered lane, by name."""
+        """Return the handlers for the ordered lane, by name."""
         return dict(
             [
                 CALL.served_by(self.call),
@@ -185,13 +206,13 @@ class ModelHost:
         )
 
     def immediate_handlers(self) -> dict[str, Handler]:
-        """Handlers for the immediate lane, by name: what does not wait for a long call."""
+        """Return the handlers for the immediate lane, by name. These do not wait for a running call."""
         return dict([CLEAR.served_by(self.clear), ABORT.served_by(self.abort), PROGRESS.served_by(self.progress)])
 
     def close(self) -> None:
-        """Close the interfaces that hold something open."""
-        held = [*(interface for _, interface in self._interfaces.values()), *self._evaluators.values()]
-        for interface in {id(interface): interface for interface in held}.values():
+        """Close the interfaces that have a ``close`` method."""
+        all_interfaces = [*(interface for _, interface in self._interfaces.values()), *self._evaluators.values()]
+        for interface in {id(interface): interface for interface in all_interfaces}.values():
             close = getattr(interface, "close", None)
             if close is not None:
                 close()
@@ -203,32 +224,37 @@ class ModelHost:
         with self._working_on(request.ids):
             mfc, interface = self._interfaces[request.mfc]
             model = self._model(request.role)
-            began = time.perf_counter()
-            sample = self._inputs(mfc, request)
-            fetched = time.perf_counter()
-            context = self._context(request, mfc.mb_spec)
+            started_at = time.perf_counter()
+            sample = self._load_inputs(mfc, request)
+            fetched_at = time.perf_counter()
+            context = self._build_context(request, mfc.mb_spec)
             if mfc.interface_type in (InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP):
                 self._release_generation()
-            with self._together(request.role, request.group), self._tracer.span(_traced_as(mfc), step=context.step):
-                # A step begins with the version of its number and makes the next one.
+            span = self._tracer.span(_span_name(mfc), step=context.step)
+            with self._join_group(request.role, request.group), span:
+                # Step k starts with weights of version k and produces version k + 1.
                 model.engine.version = context.step
                 result = getattr(interface, mfc.interface_type.value)(model, sample, context)
             if mfc.interface_type is InterfaceType.TRAIN_STEP:
                 model.engine.version = context.step + 1
-            outputs, stats = _parted(mfc, result)
-            keeps = outputs is not None and (request.group is None or request.group.rank == 0)
-            meta = self._stored(mfc, outputs, sample.ids, context.step) if keeps and outputs is not None else None
-            return CallAnswer(meta, _plain_stats(stats), time.perf_counter() - fetched, fetched - began)
+            outputs, stats = _split_result(mfc, result)
+            meta = None
+            if outputs is not None and (request.group is None or request.group.rank == 0):
+                meta = self._store_outputs(mfc, outputs, sample.ids, context.step)
+            return CallAnswer(meta, _plain_stats(stats), time.perf_counter() - fetched_at, fetched_at - started_at)
 
     def _release_generation(self) -> None:
-        """Have all roles here give back what they hold for generation: the call, of whatever role, wants the memory."""
+        """Have the engines of all roles on this worker release their generation memory, which the call needs."""
         for model in self._models.values():
             release = getattr(model.engine, "release_generation", None)
             if release is not None:
                 release()
 
-    def _together(self, role: str, group: GroupPart | None) -> contextlib.AbstractContextManager[None]:
-        """Compute with the other ranks of the role, in a group call. Raises RuntimeError where its engine cannot."""
+    def _join_group(self, role: str, group: GroupPart | None) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a group call with the other ranks of the role; an empty one outside a group call.
+
+        Raises RuntimeError if the engine cannot compute on several workers.
+        """
         if group is None:
             return contextlib.nullcontext()
         return self._ranks(role).together(f"{role}, group call {group.no}")
@@ -240,20 +266,24 @@ class ModelHost:
         return ranks
 
     def gather(self, request: GatherRequest) -> Nothing:
-        """Bring the whole weights of a role together, with the other ranks, until it trains again."""
-        with self._together(request.role, request.group):
+        """Gather the full weights of a sharded role, together with the other ranks, until it trains again."""
+        with self._join_group(request.role, request.group):
             here = request.everywhere or request.group.rank == 0
             self._model(request.role).engine.gather(here=here)  # pyright: ignore[reportAttributeAccessIssue]
         return Nothing()
 
     def abort(self, request: AbortRequest) -> Nothing:
-        """Break off what this worker computes together with others. From any thread."""
+        """Abort the computations of this worker with other ranks. Thread-safe."""
         for role in self._models:
             if getattr(self._models[role].engine, "ranks", None) is not None:
                 self._ranks(role).abort(request.reason)
         return Nothing()
 
-    def _stored(self, mfc: MFCDef, outputs: SequenceSample, ids: Sequence[str], step: int) -> list[bytes]:
+    def _store_outputs(self, mfc: MFCDef, outputs: SequenceSample, ids: Sequence[str], step: int) -> list[bytes]:
+        """Check the outputs of a call, put them into the store and return their encoded metadata.
+
+        Raises WrongReply for other samples or keys than expected.
+        """
         if mfc.output_key_remap:
             present = {old: new for old, new in mfc.output_key_remap.items() if old in outputs.keys}
             outputs = outputs.remap_keys(present)
@@ -266,36 +296,43 @@ class ModelHost:
         self._store.put(outputs, producer=f"{mfc.name}@{step}")
         return [bytes(frame) for frame in encode_sample(outputs.meta())]
 
-    def _inputs(self, mfc: MFCDef, request: CallRequest) -> SequenceSample:
-        """The call's inputs in the order of its ids, under the names the interface uses. Raises ValueError where a key
-        is not what it is registered as: whoever computed with it would be wrong without a word."""
-        sample = _renamed(mfc, self._joined(request))
+    def _load_inputs(self, mfc: MFCDef, request: CallRequest) -> SequenceSample:
+        """Return the call's inputs in the order of its ids, under the names that the interface uses.
+
+        Raises ValueError for a standard key with another dtype or shape than registered, which would silently give
+        wrong results.
+        """
+        sample = _remap_inputs(mfc, self._collect(request))
         check_standard_keys(sample)
         return sample
 
-    def _joined(self, request: CallRequest) -> SequenceSample:
-        ids, keys = request.ids, request.keys
+    def _collect(self, request: CallRequest) -> SequenceSample:
+        """Return the inputs from the store and, if ``request.fetches`` names any, from peers."""
+        ids = request.ids
+        keys = request.keys
         if keys and not request.fetches:
             return self._store.get(ids, keys).annotated(request.metadata, keep=False)
         parts = [self._fetch(part.endpoint, part.ids, part.keys, self._fetch_timeout_s) for part in request.fetches]
-        columns = [self._column(key, ids, parts) for key in keys]
+        columns = [self._collect_column(key, ids, parts) for key in keys]
         tensors = {key: column[key] for key, column in zip(keys, columns, strict=True)}
         seqlens = {key: column.seqlens[key] for key, column in zip(keys, columns, strict=True)}
         return SequenceSample.from_tensors(ids, tensors, seqlens, request.metadata)
 
-    def _column(self, key: str, ids: Sequence[str], fetched: Sequence[SequenceSample]) -> SequenceSample:
+    def _collect_column(self, key: str, ids: Sequence[str], fetched: Sequence[SequenceSample]) -> SequenceSample:
+        """Return one key of all samples, in the order of ``ids``, from the fetched parts and the store."""
         parts = [part.select([key]) for part in fetched if key in part.keys]
-        covered = {sample_id for part in parts for sample_id in part.ids}
-        local = [sample_id for sample_id in ids if sample_id not in covered]
-        if local:
-            parts.append(self._store.get(local, [key]))
+        fetched_ids = {sample_id for part in parts for sample_id in part.ids}
+        local_ids = [sample_id for sample_id in ids if sample_id not in fetched_ids]
+        if local_ids:
+            parts.append(self._store.get(local_ids, [key]))
         joined = parts[0] if len(parts) == 1 else SequenceSample.gather(parts, allow_metadata_loss=True)
         if joined.ids == tuple(ids):
             return joined
         position = {sample_id: i for i, sample_id in enumerate(joined.ids)}
         return joined.select_ids([position[sample_id] for sample_id in ids])
 
-    def _context(self, request: CallRequest | EvaluateRequest, mb_spec: MicroBatchSpec) -> CallContext:
+    def _build_context(self, request: CallRequest | EvaluateRequest, mb_spec: MicroBatchSpec) -> CallContext:
+        """Seed the random states and return the context of a call."""
         _seed_everything(request.seed)
         endpoints = {kind: [self._addressed(url) for url in urls] for kind, urls in request.endpoints.items()}
         self._progress = EpisodeCount()
@@ -303,7 +340,7 @@ class ModelHost:
         return CallContext(request.step, request.seed, mb_spec, self._run_dir, endpoints, recorder, self._progress)
 
     def _recorder_of(self, request: CallRequest | EvaluateRequest) -> RolloutRecorder:
-        """The first rank keeps what all of them compute; the others compute it all the same."""
+        """Return the recorder for rank 0, and for other ranks one that computes the same but writes nothing."""
         group = request.group if isinstance(request, CallRequest) else None
         return self._recorder if group is None or group.rank == 0 else RolloutRecorder(self._recorder.keeps)
 
@@ -313,8 +350,7 @@ class ModelHost:
         return self._models[role]
 
     def engine(self, role: str, version: int) -> Engine:
-        """The engine of a role. Raises RuntimeError where its weights are of another policy version than the caller
-        believes."""
+        """Return the engine of a role. Raises RuntimeError unless its weights are of policy version ``version``."""
         engine = self._model(role).engine
         if engine.version != version:
             raise RuntimeError(f"{role} has weights of version {engine.version}, not of version {version}")
@@ -323,11 +359,13 @@ class ModelHost:
     # ---- data
 
     def load(self, request: LoadRequest) -> LoadAnswer:
-        """Store integers drawn by the source as i64, and what the dataset has for their metadata."""
+        """Store the integers that the source has drawn, as i64, and the dataset's values for the rows that the metadata
+        names."""
         import torch
 
         with self._working_on(request.ids):
-            ids, values = request.ids, request.values
+            ids = request.ids
+            values = request.values
             tensors = {
                 key: torch.tensor([item for row in rows for item in row], dtype=torch.int64)
                 for key, rows in values.items()
@@ -343,65 +381,70 @@ class ModelHost:
             return LoadAnswer(meta)
 
     def clear(self, request: ClearRequest) -> Nothing:
-        """Free what is held of these samples, and what a call that is running stores of them. From any thread."""
+        """Free the tensors of samples, including those that the running call will store. Thread-safe."""
         with self._lock:
-            self._cleared_meanwhile |= self._in_hand.intersection(request.ids)
+            self._cleared_during_call |= self._ids_of_call.intersection(request.ids)
         self._store.clear(request.ids)
         return Nothing()
 
     @contextlib.contextmanager
     def _working_on(self, ids: Sequence[str]) -> Iterator[None]:
-        """A call that nobody waits for any more, because it was cancelled, must leave nothing behind when it ends."""
+        """Return the context of a call on samples, which frees at its end those that were cleared during the call.
+
+        A cancelled call therefore leaves no tensors behind. Raises CallCancelled if it was cancelled before it began.
+        """
         with self._lock:
-            self._in_hand, self._cleared_meanwhile = frozenset(ids), set()
+            self._ids_of_call = frozenset(ids)
+            self._cleared_during_call = set()
         try:
-            # A clear that came before this point found nothing in hand; the cancellation came before it.
+            # A clear before this point did not know the samples of this call, but the cancellation came before it.
             if self._given_up():
                 raise CallCancelled("cancelled as it began")
             yield
         finally:
             with self._lock:
-                gone, self._in_hand = self._cleared_meanwhile, frozenset()
-            if gone:
-                self._store.clear(gone)
+                cleared = self._cleared_during_call
+                self._ids_of_call = frozenset()
+            if cleared:
+                self._store.clear(cleared)
 
     def progress(self, request: Nothing) -> ProgressAnswer:
-        """How far a call that plays has come."""
+        """Return the number of finished and of all episodes of the running call."""
         del request
         return ProgressAnswer(self._progress.over, self._progress.wanted)
 
     def held(self, request: Nothing) -> HeldAnswer:
-        """Bytes and samples held, and the roles of this worker."""
+        """Return the bytes and samples in the store, and the roles of this worker."""
         del request
         return HeldAnswer(self._store.nbytes, len(self._store), sorted(self._models))
 
     # ---- outside the graph
 
     def evaluate(self, request: EvaluateRequest) -> EvaluateAnswer:
-        """Run an interface's ``evaluate``. The interface is built once per name and arguments."""
+        """Run an interface's ``evaluate``. The interface is built once for each name and arguments."""
         key = interface_key(request.interface, request.interface_args)
         if key not in self._evaluators:
             build = interface_registry.get(request.interface)
             self._evaluators[key] = build(**request.interface_args)
-        context = self._context(request, MicroBatchSpec())
+        context = self._build_context(request, MicroBatchSpec())
         model = self._model(request.role)
         evaluator = self._evaluators[key]
         return EvaluateAnswer(evaluator.evaluate(model, request.args, context))
 
     def save(self, request: CheckpointRequest) -> SaveAnswer:
-        """Write the recovery state of the roles and of all interfaces; answer with what was written."""
+        """Write the recovery state of the roles and of all interfaces; return the written files."""
         files: list[Path] = []
         for role, folder in ((role, Path(text)) for role, text in request.roles.items()):
             folder.mkdir(parents=True, exist_ok=True)
             engine = self._model(role).engine
             with disk_blamed(folder):
-                own = engine.save_checkpoint(folder)
-                if own is None:
+                written = engine.save_checkpoint(folder)
+                if written is None:  # the engine trains alone, so the folder is all its own
                     write_digests(folder, engine, stored_weights(engine))
-                    own = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+                    written = [path for path in sorted(folder.rglob("*")) if path.is_file()]
                 elif self._ranks(role).number == 0:
-                    own = [*own, *_whole_digests(folder, engine)]
-            files += own
+                    written = [*written, *_write_group_digests(folder, engine)]
+            files += written
         states = {
             name: interface.state_dict() if hasattr(interface, "state_dict") else {}
             for name, (_, interface) in sorted(self._interfaces.items())
@@ -412,14 +455,17 @@ class ModelHost:
         return SaveAnswer([saved_file(path) for path in [*files, folder / INTERFACE_STATE]])
 
     def restore(self, request: CheckpointRequest) -> Nothing:
-        """Read what ``save`` wrote, here or on another worker: a call may have moved, or come to one more worker.
-        Raises ValueError where the weights are not those that were saved."""
+        """Read what ``save`` wrote on this or another worker: calls may have moved between workers since.
+
+        Raises ValueError if the restored weights differ from the saved ones.
+        """
         for role, folder in request.roles.items():
             engine = self._model(role).engine
             engine.load_checkpoint(Path(folder))
             check_digests(Path(folder), engine)
         own = Path(request.folder)
         states: dict[str, Any] = {}
+        # The states of all workers; this worker's own is read last and wins.
         for path in [*sorted(own.parent.glob(f"*/{INTERFACE_STATE}"), reverse=True), own / INTERFACE_STATE]:
             states |= json.loads(path.read_text()) if path.is_file() else {}
         for name, (_, interface) in self._interfaces.items():
@@ -433,17 +479,19 @@ class ModelHost:
         return Nothing()
 
     def committed(self, request: Nothing) -> Nothing:
-        """The checkpoint that the last ``save`` belongs to is complete; tell the interfaces that want to know."""
+        """Call ``committed`` of the interfaces that have it: the checkpoint of the last ``save`` is complete."""
         del request
         for _, interface in self._interfaces.values():
-            tell = getattr(interface, "committed", None)
-            if tell is not None:
-                tell()
+            on_committed = getattr(interface, "committed", None)
+            if on_committed is not None:
+                on_committed()
         return Nothing()
 
     def export(self, request: ExportRequest) -> Nothing:
-        """Write a role in Hugging Face format into ``folder``, with the digests of its weights. The folder appears, or
-        is replaced, only when complete: that it is there says that it was made."""
+        """Write a role in Hugging Face format into ``request.folder``, with the digests of its weights.
+
+        The folder is created or replaced atomically, so an existing folder is complete.
+        """
         engine = self._model(request.role).engine
         with whole_folder(Path(request.folder)) as folder:
             engine.export_hf(folder)
@@ -451,8 +499,10 @@ class ModelHost:
         return Nothing()
 
     def keep_export(self, request: KeepExportRequest) -> Nothing:
-        """Move an exported policy to its place, with the figures of its evaluation. The policy of before stays there
-        until the new one is complete. Raises OSError."""
+        """Move an exported policy to its final folder and add the metrics of its evaluation.
+
+        The previous policy stays there until the new one is complete. Raises OSError.
+        """
         exported = Path(request.folder)
         with whole_folder(Path(request.target)) as folder:
             for path in exported.iterdir():
@@ -462,9 +512,9 @@ class ModelHost:
         return Nothing()
 
 
-def _whole_digests(folder: Path, engine: Engine) -> list[Path]:
-    """Write the digests of an engine that trains with others, and return their file; none where it holds a part of the
-    weights."""
+def _write_group_digests(folder: Path, engine: Engine) -> list[Path]:
+    """Write the digests of an engine that trains with others and return [their file]; [] if it holds only a part of
+    the weights."""
     try:
         write_digests(folder, engine, stored_weights(engine))
     except HeldInParts:
@@ -472,19 +522,19 @@ def _whole_digests(folder: Path, engine: Engine) -> list[Path]:
     return [folder / DIGESTS_FILE]
 
 
-def _traced_as(mfc: MFCDef) -> str:
-    """Name of the span of a call."""
+def _span_name(mfc: MFCDef) -> str:
+    """Return the name of the trace span of a call."""
     kinds = {InterfaceType.TRAIN_STEP: TRAIN, InterfaceType.GENERATE: GENERATE}
     return f"{kinds.get(mfc.interface_type, REF)}/{mfc.name}"
 
 
-def _renamed(mfc: MFCDef, sample: SequenceSample) -> SequenceSample:
-    """Under the names that the interface uses."""
+def _remap_inputs(mfc: MFCDef, sample: SequenceSample) -> SequenceSample:
+    """Return the sample with its keys under the names that the interface uses."""
     return sample.remap_keys({old: new for old, new in mfc.input_key_remap.items() if old in sample.keys})
 
 
 def interface_key(name: str, args: Mapping[str, Any]) -> str:
-    """Return what an interface with these arguments is known by."""
+    """Return a string that identifies an interface with these arguments."""
     return json.dumps([name, dict(args)], sort_keys=True)
 
 
@@ -493,13 +543,13 @@ def _seed_everything(seed: int) -> None:
 
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # Without a GPU, torch.manual_seed keeps a formatted stack of every call for the day one is initialised.
+    # Without an initialised GPU, torch.manual_seed queues a call with a formatted stack each time: a memory leak.
     seeds = torch if torch.cuda.is_available() else torch.default_generator
     seeds.manual_seed(seed)
 
 
-def _parted(mfc: MFCDef, result: Any) -> tuple[SequenceSample | None, Mapping[str, Any]]:
-    """An interface's answer as (outputs, statistics). ``skipped`` says that a train step changed nothing."""
+def _split_result(mfc: MFCDef, result: Any) -> tuple[SequenceSample | None, Mapping[str, Any]]:
+    """Return the result of an interface as (outputs, statistics). Raises WrongReply for a result of another type."""
     if isinstance(result, TrainResult):
         return None, {**result.stats, "grad_norm": result.grad_norm, "skipped": float(result.skipped)}
     if isinstance(result, SequenceSample):
@@ -514,7 +564,8 @@ def _parted(mfc: MFCDef, result: Any) -> tuple[SequenceSample | None, Mapping[st
 
 
 def _plain_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Booleans and numpy scalars become numbers; the rest is left to the wire to accept or refuse."""
+    """Return the statistics with booleans, numbers and NumPy scalars as floats. Other values are left to the encoder,
+    which may refuse them."""
     return {
         name: float(value) if isinstance(value, (bool, int, float, np.generic)) else value
         for name, value in stats.items()
@@ -522,16 +573,16 @@ def _plain_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def call_interfaces(mfcs: Iterable[MFCDef]) -> dict[str, tuple[MFCDef, Any]]:
-    """Return for the name of each call the call and its interface.
+    """Return {name of a call: (call, interface)}.
 
-    Calls of one role with the same interface and the same arguments share one object, so what one of them learns the
-    others know: a critic's inference predicts in the units that its training measured.
+    Calls of one role with the same interface and arguments share one object and its state. A critic's inference, for
+    example, denormalises values with the statistics of its training.
     """
     shared: dict[str, Any] = {}
-    found = {}
+    by_name = {}
     for mfc in mfcs:
         key = json.dumps([mfc.model_role, interface_key(mfc.interface, mfc.interface_args)])
         if key not in shared:
             shared[key] = interface_registry.get(mfc.interface)(**mfc.interface_args)
-        found[mfc.name] = (mfc, shared[key])
-    return found
+        by_name[mfc.name] = (mfc, shared[key])
+    return by_name

@@ -11,17 +11,17 @@ from realhf.api.config import GenConfig
 from realhf.api.model import GenOutput
 from realhf.base.messages import MessageError
 from realhf.transport.roster import WorkerInfo
-from workers.generation_worker import GenerationWorker, KeptWeights, SlotTable, VersionGate
+from workers.generation_worker import GenerationWorker, PinnedWeights, SlotTable, VersionGate
 
 
 def test_rows_of_different_clients_are_different_and_never_used_again():
     table = SlotTable()
-    numbers = [table.of(client, slot) for client in "ab" for slot in range(3)]
-    assert sorted(set(numbers)) == sorted(numbers) and table.of("a", 2) == numbers[2]
-    assert table.take("a", [0, 2, 9]) == [numbers[0], numbers[2]] and table.take("a", [0]) == []
-    assert table.of("a", 0) not in numbers
-    assert sorted(table.take_all_but({"a"})) == sorted(numbers[3:])
-    assert table.of("a", 1) == numbers[1]
+    numbers = [table.assign(client, slot) for client in "ab" for slot in range(3)]
+    assert sorted(set(numbers)) == sorted(numbers) and table.assign("a", 2) == numbers[2]
+    assert table.release("a", [0, 2, 9]) == [numbers[0], numbers[2]] and table.release("a", [0]) == []
+    assert table.assign("a", 0) not in numbers
+    assert sorted(table.release_all_but({"a"})) == sorted(numbers[3:])
+    assert table.assign("a", 1) == numbers[1]
 
 
 class FakeStreamingEngine:
@@ -68,7 +68,7 @@ def worker():
     made._slots, made._gen, made._stop_ids = SlotTable(), None, ()  # pyright: ignore[reportAttributeAccessIssue]
     made._engine = FakeStreamingEngine()  # pyright: ignore[reportAttributeAccessIssue]
     made._gate = VersionGate(lambda: made._engine.version)
-    made._kept = KeptWeights(made._engine)
+    made._pinned = PinnedWeights(made._engine)
     return made
 
 
@@ -136,7 +136,7 @@ def test_weights_that_are_kept_answer_for_their_version_alone(worker):
     live, replica = worker._engine, FakeStreamingEngine()
     live.replica = lambda: replica
     assert ask(worker, "a:1", "generate", [0, [5], 0, None, -1, 3, False]).answers == [], "the engine has them"
-    assert worker._kept.pin(Nothing()) == PinAnswer(3, True)
+    assert worker._pinned.pin(Nothing()) == PinAnswer(3, True)
     live.version = 8
     ask(worker, "a:1", "generate", [1, [5], 0, None, -1, 3, True])
     assert [(slot, config.temperature) for (_, slot), config in zip(replica.told, replica.configs, strict=True)] == [
@@ -147,7 +147,7 @@ def test_weights_that_are_kept_answer_for_their_version_alone(worker):
     ask(worker, "a:1", "generate", [3, [5], 0, None, 8])
     assert live.told == [("submit", 0), ("submit", 3)] and live.configs[0].temperature == 0.7
     assert ask(worker, "a:1", "free", [[1]]).answers == [{}] and replica.told[1:] == [("abort", [1]), ("free", [1])]
-    worker._kept.unpin(Nothing())
+    worker._pinned.unpin(Nothing())
     assert replica.closed
     with pytest.raises(ValueError, match="weights of version 3"):
         ask(worker, "a:1", "generate", [4, [5], 0, None, -1, 3, False])
@@ -155,7 +155,7 @@ def test_weights_that_are_kept_answer_for_their_version_alone(worker):
 
 def test_where_no_second_engine_can_be_the_version_is_there_until_the_next(worker):
     worker._gen, worker._engine.replica = GenConfig(), lambda: None
-    assert worker._kept.pin(Nothing()) == PinAnswer(3, False)
+    assert worker._pinned.pin(Nothing()) == PinAnswer(3, False)
     ask(worker, "a:1", "generate", [0, [5], 0, None, -1, 3, False])
     assert worker._engine.told == [("submit", 0)]
     worker._engine.version = 4

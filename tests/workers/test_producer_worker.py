@@ -12,7 +12,7 @@ from realhf.rollout.player import Player
 from realhf.trajectory.client import NoBatchYet, NotRegistered, TrajectoryClient
 from tests.trajectory.conftest import running_server
 from workers import producer_worker
-from workers.producer_worker import Episodes, NothingPlayed, Producer, command_line
+from workers.producer_worker import NothingPlayed, PolicyEpisodes, Producer, build_parser
 
 FLAGS = ["--server", "", "--env-url", "", "--policy", "", "--group-size", "2", "--sessions", "4"]
 
@@ -55,7 +55,7 @@ def trainer(url, steps):
 
 def run(url, games, *flags):
     with TrajectoryClient(url) as client:
-        return Producer(client, games.play, command_line().parse_args([*FLAGS, *flags])).run()
+        return Producer(client, games.play, build_parser().parse_args([*FLAGS, *flags])).run()
 
 
 def test_it_stops_when_the_queue_holds_the_rest_of_the_run(url):
@@ -121,7 +121,7 @@ def test_its_patience_with_an_environment_that_is_away_ends_with_what_failed(url
     told = r"no episode has come to a result for \d+ s, at last lost: cannot open a session at ws://127\.0\.0\.1:9/ws"
     with (
         trainer(url, steps=99),
-        Episodes(command_line().parse_args(flags)) as episodes,
+        PolicyEpisodes(build_parser().parse_args(flags)) as episodes,
         pytest.raises(RuntimeError, match=told),
     ):
         run(url, episodes, *where, "--patience-s", "0")
