@@ -30,7 +30,7 @@ from realhf.backends.builtin_policy import build_builtin_policy
 from realhf.env.loader.load import build_environment
 from realhf.rollout.blocking_player import BlockingPlayer
 from realhf.rollout.episode import EpisodeRequest, Limits
-from realhf.rollout.player import Played, Player, TurnAgent
+from realhf.rollout.player import PlayedEpisodes, Player, TurnAgent
 
 LEAST = 1500.0
 """Episodes a second that pass."""
@@ -124,7 +124,7 @@ async def freely(spec: EnvironmentSpec, chat: TemplateChat, slots: int, count: i
     return count / seconds
 
 
-def checked(played: Played) -> None:
+def checked(played: PlayedEpisodes) -> None:
     """Raise unless every episode was played and solved."""
     wrong = [outcome for outcome in played.outcomes if outcome.reward != 1.0 or len(outcome.turns) != 2]
     if wrong:

@@ -29,7 +29,7 @@ from realhf.api.rollout import RolloutOutcome
 from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.tasks.captures import fill_setup, resolve
 from realhf.aws.tasks.loader import instantiate, is_name, load_templates
-from realhf.rollout.episode import ContextFull, EpisodeRequest, Limits, Witness, play_episode
+from realhf.rollout.episode import ContextFull, EpisodeRequest, Limits, RecordingEnvironment, play_episode
 from realhf.rollout.player import EpisodeAgent, TurnAgent
 
 
@@ -111,19 +111,19 @@ class _TextEpisodeAgent:
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
-        seen = Witness(env)
-        text_speaker = _TextSpeaker(seen, wanted.task.payload["task"]["solution"], llm, slot)
-        return await play_episode(seen, wanted, text_speaker, self.max_turns)
+        seen = RecordingEnvironment(env)
+        text_turns = _TextTurns(seen, wanted.task.payload["task"]["solution"], llm, slot)
+        return await play_episode(seen, wanted, text_turns, self.max_turns)
 
 
-class _TextSpeaker:
-    """A ``Speaker`` without tokens. A episode_agent that gives up ends the episode like one whose context
+class _TextTurns:
+    """A ``TurnSource`` without tokens. A episode_agent that gives up ends the episode like one whose context
     is full."""
 
     tokens = None
-    cut = False
+    last_turn_cut = False
 
-    def __init__(self, seen: Witness, solution: Sequence[str], llm: TokenSource, slot: int) -> None:
+    def __init__(self, seen: RecordingEnvironment, solution: Sequence[str], llm: TokenSource, slot: int) -> None:
         self._seen = seen
         self._solution = solution
         self._llm = llm
@@ -131,12 +131,12 @@ class _TextSpeaker:
         self._conversation = Conversation([])
 
     def open(self, opening: Opening) -> None:
-        """See ``Speaker``."""
+        """See ``TurnSource``."""
         reference = fill_setup(list(self._solution), opening.info["setup_answers"])
         self._conversation = Conversation([dict(message) for message in opening.messages], reference)
 
-    async def speak(self) -> AssistantMessage:
-        """See ``Speaker``."""
+    async def next_turn(self) -> AssistantMessage:
+        """See ``TurnSource``."""
         output = await self._llm.generate(_TextRequest(self._slot, (), conversation=self._conversation))
         if not isinstance(output, _TextOutput):
             raise TypeError("an agent without tokens was played with an engine of tokens")
@@ -145,8 +145,8 @@ class _TextSpeaker:
         self._conversation.messages.append({"role": "assistant", "content": output.text})
         return AssistantMessage(output.text, text=output.text)
 
-    def hear(self, messages: Sequence[ChatMessage]) -> bool:
-        """See ``Speaker``."""
+    def observe(self, messages: Sequence[ChatMessage]) -> bool:
+        """See ``TurnSource``."""
         observation: Mapping[str, Any] = self._seen.turns[-1].info.get("observation", {})
         self._conversation.outputs.append(observation.get("command_output", ""))
         self._conversation.messages += [dict(message) for message in messages]

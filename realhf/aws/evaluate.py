@@ -49,7 +49,7 @@ from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import TIERS, Task, TaskError
 from realhf.base import process_clock
 from realhf.rollout.blocking_player import BlockingPlayer
-from realhf.rollout.episode import EpisodeRequest, Witness
+from realhf.rollout.episode import EpisodeRequest, RecordingEnvironment
 from realhf.rollout.player import EpisodeAgent, Player
 
 DRIFT = "drift"
@@ -132,7 +132,7 @@ class _RecordingAgent:
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
         """See ``EpisodeAgent``."""
-        seen = Witness(env)
+        seen = RecordingEnvironment(env)
         outcome = await self._agent.play(seen, wanted, llm, slot)
         record = self.records[wanted.index] = _build_record(self._tasks[wanted.index], outcome, seen.turns)
         self._on_episode(record)

@@ -26,7 +26,7 @@ from realhf.api.generation import TokenSource
 from realhf.api.rollout import AGENT_FAILED, POLICY_FAILED, RolloutOutcome
 from realhf.api.tool_parser import CallProblem, read_json
 from realhf.base.plugin import load_plugin, located
-from realhf.rollout.episode import EpisodeRequest, Limits, Progress
+from realhf.rollout.episode import EpisodeProgress, EpisodeRequest, Limits
 from realhf.rollout.openai_requests import Call, ChatMessage, Message
 from realhf.rollout.openai_server import OpenAiServer
 from realhf.rollout.openai_sessions import Ending, Reward, Session, Sessions, read_reward
@@ -54,7 +54,7 @@ class AgentSession:
     ``seed`` that of the instance. Use it on the event loop that the agent was called on.
     """
 
-    def __init__(self, env: Environment, progress: Progress, endpoint: Session, system_prompt: str = "") -> None:
+    def __init__(self, env: Environment, progress: EpisodeProgress, endpoint: Session, system_prompt: str = "") -> None:
         task = progress.wanted.task
         self.id, self.group, self.seed = task.id, task.group, task.seed
         self.messages: list[dict[str, Any]] = []
@@ -78,7 +78,7 @@ class AgentSession:
         opening = await self._env.reset(task.payload, seed=task.seed)
         self.messages = [dict(message) for message in (*self._system, *opening.messages)]
         self.tools = [dict(tool) for tool in opening.tools]
-        self.text = self._progress.begin(opening)
+        self.text = self._progress.start(opening)
 
     def end(self) -> None:
         """Take no more steps, and cancel one under way: what an agent leaves running must not reach the next episode
@@ -104,7 +104,7 @@ class AgentSession:
                 return Answer([{"role": "user", "content": _OVER}], _OVER, True)
             try:
                 turn = await self._taken(said)
-                text = self._progress.take(said, turn)
+                text = self._progress.add_turn(said, turn)
             except EnvironmentFailure as error:
                 self._failure = error
                 raise
@@ -236,7 +236,7 @@ class BlackBoxAgent:
         async with self._starting:
             await self._server.start()
         session = self._server.sessions.open(llm, slot=slot, seed=wanted.sampling_seed, max_turns=wanted.task.max_turns)
-        progress = Progress(wanted)
+        progress = EpisodeProgress(wanted)
         world = AgentSession(env, progress, session, self._system_prompt)
         try:
             ending = await self._ending(world, progress, session)
@@ -254,7 +254,7 @@ class BlackBoxAgent:
             steps=tuple(progress.turns),
         )
 
-    async def _ending(self, world: AgentSession, progress: Progress, session: Session) -> Ending:
+    async def _ending(self, world: AgentSession, progress: EpisodeProgress, session: Session) -> Ending:
         reward, problem, limit = None, "", ""
         try:
             await world.open()
@@ -285,4 +285,4 @@ class BlackBoxAgent:
         limit = limit or session.ledger.limit_hit
         reward = progress.reward if reward is None and session.reward is None else reward
         status = "achieved" if progress.achieved else limit or "finished"
-        return Ending(status, reward, progress.achieved, progress.share)
+        return Ending(status, reward, progress.achieved, progress.fraction_done)

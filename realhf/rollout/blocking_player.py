@@ -1,10 +1,16 @@
-"""Plays episodes for a thread that generates batches.
+"""Player of episodes for a thread that generates tokens in batches.
 
-The episodes live on an event loop of their own thread. What they ask for is collected there and handed to the
-generating thread, which calls ``serve`` and gets back when all episodes are over. In *lockstep* a batch is released
-when every running episode waits for tokens, in the order of the slots: then the sequence of batches depends only on
-what was sampled before, and never on the timing of environments. *Freely*, a batch is whatever waits when the engine is
-free.
+The episodes run on an event loop in a thread of their own. Their requests are collected there and passed to the
+generating thread, which calls ``serve``; that returns when all episodes have finished.
+
+In *lockstep* mode a batch is released when every running episode waits for tokens, in the order of the slots. The
+sequence of batches then depends only on the sampled tokens, not on the timing of environments. Otherwise a batch is
+whatever waits when the engine becomes free.
+
+``serve``
+  produces: sampled turns;
+  waits for: requests of the episodes;
+  unblocked by: the episodes, their end, or an error that ``check`` raises every few seconds.
 """
 
 from __future__ import annotations
@@ -22,143 +28,163 @@ from typing import Protocol
 from realhf.api.model import GenOutput, GenRequest
 from realhf.base.loop_thread import LoopThread, shut_down
 from realhf.rollout.episode import EpisodeRequest
-from realhf.rollout.player import Played, Player
+from realhf.rollout.player import PlayedEpisodes, Player
 
-_LOOK_S = 5.0
-"""Every so many seconds the generating thread looks after the event loop."""
+_CHECK_S = 5.0
+"""Interval in seconds at which the generating thread checks the event loop."""
 
 
 class BatchEngine(Protocol):
-    """Samples the turns of a batch."""
+    """Engine that samples the turns of a batch."""
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """Continue every request, batched, in order; ``round_index`` counts the batches of a run."""
+        """Return the continuation of every request, in order; ``round_index`` counts the batches of a run."""
         ...
 
     def free(self, slots: Sequence[int]) -> None:
-        """Forget what is cached for these slots: their episodes are over."""
+        """Free the cache of these slots, whose episodes have finished."""
         ...
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _PendingRequest:
+    """A request for tokens that an episode waits for."""
+
     request: GenRequest
+    """The request."""
     answer: asyncio.Future[GenOutput]
+    """Resolved in the event loop of the episodes."""
 
 
 class BatchedTokens:
-    """Is a ``TokenSource`` and a ``SlotOrder`` on one event loop, for the run of a player over ``slots``."""
+    """``TokenSource`` and ``SlotOrder`` on one event loop, for one run of a player over ``slots``.
+
+    All methods but ``serve`` must be called in the event loop of the episodes.
+    """
 
     def __init__(self, slots: Iterable[int], *, lockstep: bool) -> None:
         self._lockstep = lockstep
         self._live = set(slots)
-        self._asking = set(self._live)
+        """Slots that may still play."""
+        self._may_ask = set(self._live)
+        """Live slots that have not requested tokens in this round; the batch waits for them."""
         self._undecided = set(self._live) if lockstep else set[int]()
+        """Slots that have neither continued their episode nor taken another one in this round."""
         self._gates: dict[int, asyncio.Future[None]] = {}
-        self._waiting: dict[int, _Waiting] = {}
-        self._inbox: queue.SimpleQueue[list[_Waiting] | list[int] | None] = queue.SimpleQueue()
+        """Futures of the slots that wait in ``may_take``."""
+        self._pending: dict[int, _PendingRequest] = {}
+        """Requests of this round, by slot."""
+        self._inbox: queue.SimpleQueue[list[_PendingRequest] | list[int] | None] = queue.SimpleQueue()
+        """To the generating thread: requests, slots to free, and None at the end."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def generate(self, request: GenRequest) -> GenOutput:
-        """See ``TokenSource``."""
+        """Request the continuation of a turn and wait for it."""
         self._loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, self._loop.create_future())
+        pending = _PendingRequest(request, self._loop.create_future())
         if not self._lockstep:
-            self._inbox.put([waiting])
-            return await waiting.answer
-        self._waiting[request.slot] = waiting
-        self._asking.discard(request.slot)
+            self._inbox.put([pending])
+            return await pending.answer
+        self._pending[request.slot] = pending
+        self._may_ask.discard(request.slot)
         self._decide(request.slot)
         self._release()
-        return await waiting.answer
+        return await pending.answer
 
     def free(self, slots: Sequence[int]) -> None:
-        """See ``TokenSource``."""
+        """Have the generating thread free the cache of these slots."""
         self._inbox.put([*slots])
 
     async def may_take(self, slot: int) -> None:
-        """See ``SlotOrder``: wait until all lower slots of this round have gone on or taken an episode."""
+        """Wait until all lower slots have continued their episode or taken another one in this round."""
         while slot in self._undecided and min(self._undecided) != slot:
-            gate = self._gates[slot] = asyncio.get_running_loop().create_future()
+            gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._gates[slot] = gate
             await gate
         self._decide(slot)
 
     def leave(self, slot: int) -> None:
-        """See ``SlotOrder``."""
+        """Remove a slot that takes no more episodes."""
         self._live.discard(slot)
-        self._asking.discard(slot)
+        self._may_ask.discard(slot)
         self._decide(slot)
         self._release()
 
     def end(self) -> None:
-        """Let ``serve`` return once all that was asked for is answered."""
+        """Let ``serve`` return once all requests are answered."""
         self._inbox.put(None)
 
-    def serve(self, engine: BatchEngine, look: Callable[[], None]) -> int:
-        """Sample for the episodes until ``end``; returns how many batches there were. Call it on the engine's thread.
-        While it waits it calls ``look`` every few seconds. Raises what the engine and ``look`` raise."""
+    def serve(self, engine: BatchEngine, check: Callable[[], None]) -> int:
+        """Sample for the episodes until ``end`` and return the number of batches; for the engine's thread.
+
+        While it waits, it calls ``check`` every few seconds. Raises the errors of the engine and of ``check``.
+        """
         rounds = 0
         while True:
-            batch, freed, over = self._next(look)
+            batch, freed, ended = self._take_inbox(check)
             if freed:
                 engine.free(freed)
             if batch:
-                outputs = engine.generate([waiting.request for waiting in batch], rounds)
+                outputs = engine.generate([pending.request for pending in batch], rounds)
                 if len(outputs) != len(batch):
                     raise ValueError(f"the policy returned {len(outputs)} outputs for {len(batch)} requests")
                 assert self._loop is not None
                 self._loop.call_soon_threadsafe(self._answer, batch, outputs)
                 rounds += 1
-            if over:
+            if ended:
                 return rounds
 
-    def _next(self, look: Callable[[], None]) -> tuple[list[_Waiting], list[int], bool]:
-        """Take what has arrived, at least one entry: requests, freed slots, and whether all is over."""
-        entries = [self._first(look)]
+    def _take_inbox(self, check: Callable[[], None]) -> tuple[list[_PendingRequest], list[int], bool]:
+        """Wait for at least one entry; return all requests, all slots to free, and whether ``end`` was called."""
+        entries = [self._take_first(check)]
         while True:
             try:
                 entries.append(self._inbox.get_nowait())
             except queue.Empty:
                 break
         items = [item for entry in entries if entry for item in entry]
-        waiting = [item for item in items if isinstance(item, _Waiting)]
-        return waiting, [item for item in items if isinstance(item, int)], None in entries
+        requests = [item for item in items if isinstance(item, _PendingRequest)]
+        return requests, [item for item in items if isinstance(item, int)], None in entries
 
-    def _first(self, look: Callable[[], None]) -> list[_Waiting] | list[int] | None:
+    def _take_first(self, check: Callable[[], None]) -> list[_PendingRequest] | list[int] | None:
         while True:
             try:
-                return self._inbox.get(timeout=_LOOK_S)
+                return self._inbox.get(timeout=_CHECK_S)
             except queue.Empty:
-                look()
+                check()
 
-    def _answer(self, batch: Sequence[_Waiting], outputs: Sequence[GenOutput]) -> None:
-        if self._lockstep:
-            self._asking, self._undecided = set(self._live), set(self._live)
-        for waiting, output in zip(batch, outputs, strict=True):
-            if not waiting.answer.done():
-                waiting.answer.set_result(output)
+    def _answer(self, batch: Sequence[_PendingRequest], outputs: Sequence[GenOutput]) -> None:
+        if self._lockstep:  # a new round begins
+            self._may_ask = set(self._live)
+            self._undecided = set(self._live)
+        for pending, output in zip(batch, outputs, strict=True):
+            if not pending.answer.done():
+                pending.answer.set_result(output)
 
     def _decide(self, slot: int) -> None:
-        """Note that a slot goes on with its episode, or has taken one, and open the gate of the next."""
+        """Record that a slot has continued its episode or taken another one, and let the next slot go on."""
         self._undecided.discard(slot)
         if self._undecided and (gate := self._gates.pop(min(self._undecided), None)) and not gate.done():
             gate.set_result(None)
 
     def _release(self) -> None:
-        """Hand the batch over once nobody is left who may still ask in this round."""
-        if self._waiting and not self._asking:
-            batch = [self._waiting[slot] for slot in sorted(self._waiting)]
-            self._waiting.clear()
+        """Pass the batch to the generating thread once no slot may still request tokens in this round."""
+        if self._pending and not self._may_ask:
+            batch = [self._pending[slot] for slot in sorted(self._pending)]
+            self._pending.clear()
             self._inbox.put(batch)
 
 
 _STOP_S = 10.0
+"""Seconds that the episodes have to end."""
 _log = logging.getLogger(__name__)
 
 
 class BlockingPlayer:
-    """Runs ``player`` in lockstep or freely, with tokens that the calling thread samples. Close it at the end.
-    ``thread`` is the one with the event loop; without it there is one of its own."""
+    """Blocking interface to ``player``: the calling thread samples the tokens. Close it after use.
+
+    ``thread`` runs the event loop of the episodes; by default the player starts one of its own.
+    """
 
     def __init__(self, player: Player, thread: LoopThread | None = None) -> None:
         self.player = player
@@ -173,27 +199,29 @@ class BlockingPlayer:
         engine: BatchEngine,
         *,
         lockstep: bool = True,
-        over: Callable[[], None] = lambda: None,
-    ) -> Played:
-        """Play all requests; ``over`` is called on the event loop after each. An error of the engine ends all episodes
-        and is raised."""
+        on_finished: Callable[[], None] = lambda: None,
+    ) -> PlayedEpisodes:
+        """Play all requests and call ``on_finished`` in the event loop after each.
+
+        An error of the engine cancels all episodes and is raised.
+        """
         self._thread.check_caller()
-        with self._alone():
+        with self._one_run_at_a_time():
             tokens = BatchedTokens(self.player.slots, lockstep=lockstep)
-            running = asyncio.run_coroutine_threadsafe(self._run(wanted, tokens, over), self._thread.loop)
+            running = asyncio.run_coroutine_threadsafe(self._run(wanted, tokens, on_finished), self._thread.loop)
             try:
-                tokens.serve(engine, self._look)
+                tokens.serve(engine, self._check_loop)
                 return running.result(_STOP_S)
             except BaseException:
                 running.cancel()
                 with suppress(BaseException):
-                    self._thread.call(_settled(), _STOP_S)
+                    self._thread.call(_let_tasks_end(), _STOP_S)
                 raise
             finally:
                 engine.free([*self.player.slots])
 
-    def _look(self) -> None:
-        """Raise RuntimeError when the event loop has ended, or an environment has blocked it for too long."""
+    def _check_loop(self) -> None:
+        """Raise RuntimeError if the event loop has ended, or an environment has blocked it for too long."""
         if not self._thread.alive:
             raise RuntimeError("the event loop of the episodes has ended")
         seconds = self._watch.look()
@@ -205,14 +233,16 @@ class BlockingPlayer:
         if seconds:
             _log.warning("the event loop of the episodes is blocked: %s", self._watch.place())
 
-    async def _run(self, wanted: Sequence[EpisodeRequest], tokens: BatchedTokens, over: Callable[[], None]) -> Played:
+    async def _run(
+        self, wanted: Sequence[EpisodeRequest], tokens: BatchedTokens, on_finished: Callable[[], None]
+    ) -> PlayedEpisodes:
         try:
-            return await self.player.play(wanted, tokens, tokens, over)
+            return await self.player.play(wanted, tokens, tokens, on_finished)
         finally:
             tokens.end()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _one_run_at_a_time(self) -> Iterator[None]:
         if not self._playing.acquire(blocking=False):
             raise RuntimeError("this player is playing already; one run at a time")
         try:
@@ -221,12 +251,12 @@ class BlockingPlayer:
             self._playing.release()
 
     def close(self, timeout_s: float = _STOP_S) -> None:
-        """Close all environments and stop the thread; harmless when repeated."""
+        """Close all environments and stop the thread. Idempotent."""
         if self._finalizer is not None:
             self._finalizer.detach()
         shut_down(self._thread, self.player, timeout_s)
 
 
-async def _settled() -> None:
-    """Let cancelled tasks of the loop end."""
+async def _let_tasks_end() -> None:
+    """Give cancelled tasks of the loop time to end."""
     await asyncio.sleep(0.05)

@@ -56,10 +56,10 @@ def script_message(said: AssistantMessage) -> dict[str, Any]:
 
 
 class Script:
-    """Speaks the turns of a demonstration, and writes the conversation down. A ``Speaker`` without tokens."""
+    """Speaks the turns of a demonstration, and writes the conversation down. A ``TurnSource`` without tokens."""
 
     tokens = None
-    cut = False
+    last_turn_cut = False
 
     def __init__(self, demonstration: Demonstration) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -68,20 +68,20 @@ class Script:
         self._learned = [*(demonstration.learned or (True,) * len(demonstration.turns))]
 
     def open(self, opening: Opening) -> None:
-        """See ``Speaker``."""
+        """See ``TurnSource``."""
         self.messages = [dict(message) for message in opening.messages]
         self.tools = opening.tools
 
-    async def speak(self) -> AssistantMessage:
-        """See ``Speaker``."""
+    async def next_turn(self) -> AssistantMessage:
+        """See ``TurnSource``."""
         text = self._turns.pop(0)
         learned = self._learned.pop(0)
         said = parse_turn(text, SCRIPT_FAMILY)
         self.messages.append(script_message(said) | ({} if learned else {"train": False}))
         return said
 
-    def hear(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """See ``Speaker``."""
+    def observe(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """See ``TurnSource``."""
         self.messages += [dict(message) for message in messages]
         return bool(self._turns)
 

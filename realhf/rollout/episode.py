@@ -1,7 +1,7 @@
-"""Plays one episode in tokens: a policy and an environment take turns, and what came of it is an outcome.
+"""One episode in tokens: a policy and an environment take turns, and the result is a ``RolloutOutcome``.
 
-A speaker opens with the environment's messages, is asked for a turn, and hears what the environment answered. Nothing
-is ever decoded and encoded again: the prefix given to the engine at turn t is the list that is stored, and the trainer
+A ``TurnSource`` gets the environment's opening messages, returns a turn, and gets the environment's answer. Tokens are
+never decoded and encoded again: the prefix given to the engine at turn t is the list that is stored, and the trainer
 gets the same list (docs/reference/environment.md 9).
 """
 
@@ -31,28 +31,31 @@ from realhf.base.text import shorten
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds an episode: policy turns, tokens of prompt and completion together, and ``turn_tokens``, the room that a
-    policy turn must have (the engine's max_new_tokens)."""
+    """Limits of an episode."""
 
     max_turns: int
+    """Policy turns."""
     max_total_tokens: int
+    """Tokens of prompt and completion together."""
     turn_tokens: int
+    """Tokens that must be free for a policy turn (the engine's max_new_tokens)."""
 
 
 @dataclass(frozen=True)
 class EpisodeRequest:
-    """Asks for one episode of ``task``. ``index`` is its place among those that are asked for together.
-    ``sampling_seed`` starts the stream of random numbers of its tokens (None: the engine's call decides, see
-    ``GenRequest.seed``)."""
+    """Request for one episode."""
 
     index: int
+    """Position among the requests that are made together."""
     task: Task
+    """The task."""
     sampling_seed: int | None = None
+    """Seed of the random numbers of its tokens; None: the engine's call decides (``GenRequest.seed``)."""
 
 
 class TokenBuffer:
-    """Holds the prompt ids and, of the completion, ids, logprobs, versions and mask of equal lengths. ``turn_starts``
-    are the places in the completion where policy turns begin."""
+    """The tokens of an episode: the prompt ids, and for the completion ids, logprobs, versions and loss mask of equal
+    lengths. ``turn_starts`` are the indices in the completion at which policy turns begin."""
 
     def __init__(self, prompt_ids: Sequence[int], max_total_tokens: int) -> None:
         if not prompt_ids:
@@ -69,16 +72,18 @@ class TokenBuffer:
 
     @property
     def room(self) -> int:
-        """Return how many tokens still fit into the budget."""
+        """The number of tokens that still fit into the budget."""
         return self._max_total - len(self.prompt_ids) - len(self.completion_ids)
 
     def prefix(self) -> list[int]:
-        """Return what the engine continues: prompt and completion so far."""
+        """Return prompt and completion so far, which the engine continues."""
         return self.prompt_ids + self.completion_ids
 
     def append_policy(self, output: GenOutput, *, continues: bool = False) -> None:
-        """Add a sampled turn, or (``continues``) the next part of an interrupted one. Raises ValueError when its
-        ids, logprobs and versions differ in length or it exceeds the budget."""
+        """Add a sampled turn, or (``continues``) the next part of an interrupted one.
+
+        Raises ValueError if its ids, logprobs and versions differ in length or it exceeds the budget.
+        """
         count = len(output.token_ids)
         if not count == len(output.logprobs) == len(output.versions):
             raise ValueError(
@@ -101,7 +106,7 @@ class TokenBuffer:
         self._policy_spoke_last = True
 
     def append_environment(self, ids: Sequence[int]) -> None:
-        """Add template and observation tokens, which carry no loss."""
+        """Add template and observation tokens, which have no loss. Raises ValueError unless a policy turn precedes."""
         if not self._policy_spoke_last:
             raise ValueError("environment tokens follow a policy turn only")
         self.completion_ids += ids
@@ -111,7 +116,7 @@ class TokenBuffer:
         self._policy_spoke_last = False
 
     def drop_environment(self) -> None:
-        """Remove what was added after the last policy turn: nobody will answer it."""
+        """Remove the environment's tokens after the last policy turn, because no turn will follow."""
         while self.completion_ids and not self.loss_mask[-1]:
             for column in (self.completion_ids, self.logprobs, self.versions, self.loss_mask):
                 column.pop()
@@ -145,8 +150,8 @@ def outcome_of(
     turns: Sequence[PlayedTurn] = (),
     **more: Any,
 ) -> RolloutOutcome:
-    """Return the outcome of an episode of ``task``, ``more`` of its fields by name. A failure keeps its tokens, and no
-    reward."""
+    """Return the outcome of an episode of ``task``; ``more`` are further fields of it. A failed episode keeps its
+    tokens, but has no reward."""
     valid = status in VALID_STATUSES
     columns = tokens.columns() if tokens is not None and valid else {n: getattr(tokens, n, []) for n in _COLUMNS}
     return RolloutOutcome(
@@ -165,64 +170,74 @@ def outcome_of(
 
 
 _SHRINK_ATTEMPTS = 6
-_MOST_CHARS_OF_A_TOKEN = 32
-"""Longer tokens are runs of one character, of which some may be missing."""
+"""Attempts at shortening an observation before the episode ends for want of tokens."""
+_MAX_CHARS_PER_TOKEN = 32
+"""Upper bound of the characters of a token. Longer tokens are runs of one character, which may be shortened."""
 
 
 class ContextFull(Exception):
-    """The engine's context has no room for another turn, although the budget of tokens has."""
+    """The engine's context has no room for another turn, although the token budget has."""
 
 
-class Speaker(Protocol):
-    """Says the policy's part of one episode."""
+class TurnSource(Protocol):
+    """The policy's side of one episode."""
 
     @property
     def tokens(self) -> TokenBuffer | None:
-        """The tokens of the episode; None before its opening, and for a speaker without any."""
+        """The tokens of the episode; None before its opening, and always for a source without tokens."""
         ...
 
     @property
-    def cut(self) -> bool:
-        """Whether a limit of tokens ended the last turn."""
+    def last_turn_cut(self) -> bool:
+        """Whether the last turn was ended by a limit of tokens."""
         ...
 
     def open(self, opening: Opening) -> None:
-        """Take the opening of the episode. Raises ValueError when it leaves no room for a turn."""
+        """Start with the environment's opening. Raises ValueError if it leaves no room for a turn."""
         ...
 
-    async def speak(self) -> AssistantMessage:
+    async def next_turn(self) -> AssistantMessage:
         """Return the next turn. Raises GenerationFailed, or ContextFull after the first turn."""
         ...
 
-    def hear(self, messages: Sequence[ChatMessage]) -> bool:
-        """Take the environment's answer to the last turn; returns whether there is room for another turn."""
+    def observe(self, messages: Sequence[ChatMessage]) -> bool:
+        """Add the environment's answer to the last turn; return whether there is room for another turn."""
         ...
 
 
 @dataclass(eq=False)
-class PolicySpeaker:
-    """Speaks with tokens of a policy, which ``source`` samples. ``slot`` is the cache row that the episode has to
-    itself, ``seed`` starts the random numbers of its tokens, ``system`` are messages before the environment's."""
+class Conversation:
+    """``TurnSource`` whose turns a policy samples, as one growing sequence of tokens."""
 
     chat: ChatFormat
+    """Chat template and parser of the policy."""
     limits: Limits
+    """Limits of the episode."""
     source: TokenSource
+    """Samples the tokens."""
     slot: int
+    """Slot of the engine's cache that only this episode uses."""
     seed: int | None
+    """Seed of the random numbers of its tokens."""
     system: Sequence[ChatMessage] = ()
+    """Messages before those of the environment."""
     tokens: TokenBuffer | None = None
+    """The tokens of the episode; None before its opening."""
     tools: Sequence[Mapping[str, Any]] = ()
+    """Tools of the opening."""
     _ended: bool = True
+    """Whether a stop token ended the last turn."""
     _end: int | None = None
-    _spoke: bool = False
+    """The last token of the last turn."""
+    _has_turn: bool = False
 
     @property
-    def cut(self) -> bool:
-        """See ``Speaker``."""
-        return self._spoke and not self._ended
+    def last_turn_cut(self) -> bool:
+        """Whether the last turn was ended by a limit of tokens."""
+        return self._has_turn and not self._ended
 
     def open(self, opening: Opening) -> None:
-        """See ``Speaker``."""
+        """Encode the opening as the prompt. Raises ValueError if it leaves no room for a turn."""
         self.tools = opening.tools
         prompt = self.chat.opening([*self.system, *opening.messages], opening.tools)
         self.tokens = TokenBuffer(prompt, self.limits.max_total_tokens)
@@ -232,30 +247,33 @@ class PolicySpeaker:
                 f"max_total_tokens={self.limits.max_total_tokens}"
             )
 
-    async def speak(self) -> AssistantMessage:
-        """See ``Speaker``."""
+    async def next_turn(self) -> AssistantMessage:
+        """Sample a turn; a turn that a weight update interrupts is continued with the new weights.
+
+        Raises GenerationFailed, or ContextFull after the first turn.
+        """
         assert self.tokens is not None
         sampled: list[int] = []
         while True:
             request = GenRequest(self.slot, self.tokens.prefix(), len(sampled), self.seed)
             output = await self.source.generate(request)
             if not output.token_ids and not (output.finish_reason == "length" and sampled):
-                self._no_turn(output)
+                self._raise_empty(output)
             self.tokens.append_policy(output, continues=bool(sampled))
             sampled += output.token_ids
             if output.finish_reason != "interrupted":
                 break
-        self._spoke = True
+        self._has_turn = True
         self._ended = output.finish_reason == "stop"
         self._end = sampled[-1]
         return self.chat.parse(sampled, self.tools)
 
-    def _no_turn(self, output: GenOutput) -> None:
-        """Raise what it means that the engine sampled nothing."""
+    def _raise_empty(self, output: GenOutput) -> None:
+        """Raise the error for an output without tokens: ContextFull or GenerationFailed."""
         assert self.tokens is not None
         if output.finish_reason != "length":
             raise GenerationFailed("the engine returned no tokens")
-        if not self._spoke:
+        if not self._has_turn:
             raise GenerationFailed(
                 f"the first prompt of {len(self.tokens.prompt_ids)} tokens fills the engine's context: it is shorter "
                 "than rollout.max_total_tokens"
@@ -263,19 +281,19 @@ class PolicySpeaker:
         self.tokens.drop_environment()
         raise ContextFull
 
-    def hear(self, messages: Sequence[ChatMessage]) -> bool:
-        """Add the messages, the long ones cut until a policy turn fits after them."""
+    def observe(self, messages: Sequence[ChatMessage]) -> bool:
+        """Add the messages, long ones shortened until a policy turn fits after them; return whether that worked."""
         assert self.tokens is not None
-        ids = self._fitting(messages, self.tokens.room - self.limits.turn_tokens)
+        ids = self._encode_within(messages, self.tokens.room - self.limits.turn_tokens)
         if ids is not None:
             self.tokens.append_environment(ids)
         return ids is not None
 
-    def _fitting(self, messages: Sequence[ChatMessage], room: int) -> list[int] | None:
-        """Return the ids of the messages, the long ones cut until they are at most ``room``; None where nothing is left
-        to cut."""
-        # What cannot fit is not tokenised first: that takes long, and the event loop has other episodes.
-        shown = _shortened(messages, room * _MOST_CHARS_OF_A_TOKEN)
+    def _encode_within(self, messages: Sequence[ChatMessage], room: int) -> list[int] | None:
+        """Return the ids of the messages, long ones shortened until there are at most ``room`` ids; None if that is
+        impossible."""
+        # Texts that cannot fit are shortened before the first encoding, which would block the event loop for long.
+        shown = _shorten_messages(messages, room * _MAX_CHARS_PER_TOKEN)
         for _ in range(_SHRINK_ATTEMPTS):
             ids = self.chat.following_messages(shown, ended=self._ended, end=self._end, tools=self.tools)
             if len(ids) <= room:
@@ -283,110 +301,131 @@ class PolicySpeaker:
             size = sum(len(message.get("content") or "") for message in shown)
             if room <= 0 or not size:
                 return None
-            shown = _shortened(shown, min(size // 2, size * room // len(ids)))
+            shown = _shorten_messages(shown, min(size // 2, size * room // len(ids)))
         return None
 
 
-def _shortened(messages: Sequence[ChatMessage], most: int) -> list[ChatMessage]:
-    """Return the messages with the longest of them cut to one length, so that all hold at most ``most`` characters."""
-    sizes, left = sorted(len(message.get("content") or "") for message in messages), max(most, 0)
+def _shorten_messages(messages: Sequence[ChatMessage], max_chars: int) -> list[ChatMessage]:
+    """Return the messages with the longest of them cut to one common length, such that all together have at most
+    ``max_chars`` characters."""
+    sizes = sorted(len(message.get("content") or "") for message in messages)
+    remaining = max(max_chars, 0)
+    # From the shortest on: each message that fits into its equal share leaves the rest to the longer ones.
     for number, size in enumerate(sizes):
-        share = left // (len(sizes) - number)
+        share = remaining // (len(sizes) - number)
         if size > share:
             texts = [message.get("content") or "" for message in messages]
             return [
                 {**message, "content": shorten(text, share)} if len(text) > share else message
                 for message, text in zip(messages, texts, strict=True)
             ]
-        left -= size
+        remaining -= size
     return [*messages]
 
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Difference of the seeds of consecutive rows: 2**64 divided by the golden ratio, so that they are far apart."""
 _SEEDS = 1 << 63
+"""Seeds are below this number."""
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """``before`` are the ids between the turn before and this one, ``ids`` what was sampled, ``words`` the part of it
-    after the reasoning (None: there is no reasoning)."""
+class _SampledTurn:
+    """A policy turn in ids."""
 
     before: list[int]
+    """Ids between the previous turn and this one."""
     ids: list[int]
-    words: list[int] | None
+    """The sampled ids."""
+    without_reasoning: list[int] | None
+    """The part of ``ids`` after the reasoning; None if there is no reasoning."""
 
 
 @dataclass(eq=False)
-class ForgetfulSpeaker(PolicySpeaker):
-    """``PolicySpeaker`` that begins a new *row* whenever the template leaves out reasoning that the row holds: what the
-    policy reads is then no extension of what it read and said before. Each row has a stream of random numbers of its
-    own. ``max_total_tokens`` bounds each row.
+class TruncatingConversation(Conversation):
+    """``Conversation`` for chat templates that drop old reasoning.
 
-    Prompts of rows share exact prefixes: a new row begins with the ids of the row before it up to the first turn whose
-    reasoning went, and the words of that turn are the ids that were sampled for them, unless one token holds both.
+    It starts a new *row* (a training sequence) whenever the template leaves out reasoning that the current row holds,
+    because the policy's next prompt is then no extension of its previous tokens. Each row has its own seed, and
+    ``max_total_tokens`` bounds each row.
+
+    Consecutive rows share exact prefixes. A new row begins with the ids of the previous row up to the first turn whose
+    reasoning is dropped; from there on turns keep the ids that were sampled for their text, unless one token holds both
+    reasoning and text.
     """
 
     _rows: list[tuple[TokenBuffer, int]] = field(default_factory=list)
+    """Finished rows, each with the number of its first turn."""
     _first_turn: int = 0
-    _turns: list[_Turn] = field(default_factory=list)
+    """Number of the first turn of the current row."""
+    _turns: list[_SampledTurn] = field(default_factory=list)
+    """All turns of the episode."""
     _before: list[int] = field(default_factory=list)
+    """Ids before the next turn, since the last one."""
     _shape: list[tuple[str, ...]] = field(default_factory=list)
-    _gone: set[int] = field(default_factory=set)
+    """Roles of the messages before each turn."""
+    _dropped: set[int] = field(default_factory=set)
+    """Numbers of the turns whose reasoning is dropped."""
 
     def open(self, opening: Opening) -> None:
-        """See ``Speaker``."""
+        """Encode the opening as the prompt. Raises ValueError if it leaves no room for a turn."""
         super().open(opening)
         assert self.tokens is not None
         self._before = list(self.tokens.prompt_ids)
         self._shape = [_roles([*self.system, *opening.messages])]
 
-    async def speak(self) -> AssistantMessage:
-        """See ``Speaker``."""
+    async def next_turn(self) -> AssistantMessage:
+        """Sample a turn. Raises GenerationFailed, or ContextFull after the first turn."""
         assert self.tokens is not None
         start = len(self.tokens.completion_ids)
-        said = await super().speak()
+        turn = await super().next_turn()
         ids = self.tokens.completion_ids[start:]
-        self._turns.append(_Turn(self._before, ids, self.chat.without_reasoning(ids)))
-        return said
+        self._turns.append(_SampledTurn(self._before, ids, self.chat.without_reasoning(ids)))
+        return turn
 
-    def hear(self, messages: Sequence[ChatMessage]) -> bool:
-        """See ``Speaker``; where reasoning goes, a new row begins, if its first prompt leaves room for a turn."""
+    def observe(self, messages: Sequence[ChatMessage]) -> bool:
+        """Add the messages, in a new row if the template now drops reasoning; return whether a turn fits after them."""
         assert self.tokens is not None
         shape = [*self._shape, _roles(messages)]
         forgotten = self.chat.forgotten(shape, self.tools)
-        gone = self._gone | {n for n, turn in enumerate(self._turns) if turn.words is not None and forgotten[n]}
-        head = self._without(gone) if gone > self._gone else self.tokens.prefix()
-        ids = self._fitting(messages, self.limits.max_total_tokens - len(head) - self.limits.turn_tokens)
+        dropped = self._dropped | {
+            n for n, turn in enumerate(self._turns) if turn.without_reasoning is not None and forgotten[n]
+        }
+        starts_row = dropped > self._dropped
+        head = self._encode_without_reasoning(dropped) if starts_row else self.tokens.prefix()
+        ids = self._encode_within(messages, self.limits.max_total_tokens - len(head) - self.limits.turn_tokens)
         if ids is None:
             return False
-        if gone > self._gone:
+        if starts_row:
             self._rows.append((self.tokens, self._first_turn))
             self.tokens = TokenBuffer(head + ids, self.limits.max_total_tokens)
             self._first_turn = len(self._turns)
             self.seed = None if self.seed is None else (self.seed + _SEED_STRIDE) % _SEEDS
         else:
             self.tokens.append_environment(ids)
-        self._before, self._shape, self._gone = ids, shape, gone
+        self._before = ids
+        self._shape = shape
+        self._dropped = dropped
         return True
 
-    def in_rows(self, outcome: RolloutOutcome) -> RolloutOutcome:
-        """Return the outcome with a row for each part of the conversation: the last is the main one, the earlier ones
-        are its branches. A failed episode stays one row, which trains nothing."""
+    def split_rows(self, outcome: RolloutOutcome) -> RolloutOutcome:
+        """Return the outcome with one trajectory for each row: the last row is the main one, earlier rows are its
+        branches. A failed episode keeps one row, which is not trained on."""
         rows = [*self._rows, (self.tokens, self._first_turn)]
-        spoken = [(tokens, first) for tokens, first in rows if tokens is not None and tokens.completion_ids]
-        if not outcome.valid or not spoken:
+        rows_with_turns = [(tokens, first) for tokens, first in rows if tokens is not None and tokens.completion_ids]
+        if not outcome.valid or not rows_with_turns:
             return outcome
-        *branches, last = [replace(outcome, **tokens.columns(), first_turn=first) for tokens, first in spoken]
+        *branches, last = [replace(outcome, **tokens.columns(), first_turn=first) for tokens, first in rows_with_turns]
         return replace(last, branches=tuple(branches))
 
-    def _without(self, gone: set[int]) -> list[int]:
-        """The conversation so far, without the reasoning of the turns ``gone``."""
+    def _encode_without_reasoning(self, dropped: set[int]) -> list[int]:
+        """Return the ids of the conversation so far, without the reasoning of the turns ``dropped``."""
         ids: list[int] = []
         for number, turn in enumerate(self._turns):
-            words = turn.words if number in gone else None
-            # A cue that opened the reasoning goes with it.
-            ids += turn.before if words is None else self.chat.without_open_reasoning(turn.before)
-            ids += turn.ids if words is None else words
+            text_ids = turn.without_reasoning if number in dropped else None
+            # A generation prompt that opens the reasoning is dropped with it.
+            ids += turn.before if text_ids is None else self.chat.without_open_reasoning(turn.before)
+            ids += turn.ids if text_ids is None else text_ids
         return ids
 
 
@@ -394,8 +433,8 @@ def _roles(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     return tuple(str(message.get("role")) for message in messages)
 
 
-class Witness:
-    """Is the environment ``env`` for one episode. ``opening`` and ``turns`` are what it has answered so far."""
+class RecordingEnvironment:
+    """Environment ``env`` of one episode, with a record of its answers: ``opening`` and ``turns``."""
 
     def __init__(self, env: Environment) -> None:
         self.opening = Opening(())
@@ -403,84 +442,104 @@ class Witness:
         self._env = env
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """See ``Environment``."""
-        self.opening, self.turns = await self._env.reset(task, seed=seed), []
+        """Start the episode and record the opening."""
+        self.opening = await self._env.reset(task, seed=seed)
+        self.turns = []
         return self.opening
 
     async def step(self, message: AssistantMessage) -> Turn:
-        """See ``Environment``."""
+        """Run a turn and record it."""
         turn = await self._env.step(message)
         self.turns.append(turn)
         return turn
 
     async def close(self) -> None:
-        """See ``Environment``."""
+        """Close the environment."""
         await self._env.close()
 
 
 def state_number(messages: Sequence[ChatMessage], key: str = "") -> int:
-    """Return the number, of 64 bits and signed, of the state in which a turn begins: of its ``state_key`` or, where the
-    environment gives none, of the text of the messages that the turn answers. It is the same in every process."""
-    told = [f"{each.get('role')}\0{each.get('content') or ''}" for each in messages]
-    text = f"key\0{key}" if key else "\0".join(("messages", *told))
+    """Return a signed 64-bit hash of the state in which a turn begins; it is the same in every process.
+
+    The state is the environment's ``state_key`` or, if there is none, the text of the messages that the turn answers.
+    """
+    parts = [f"{each.get('role')}\0{each.get('content') or ''}" for each in messages]
+    text = f"key\0{key}" if key else "\0".join(("messages", *parts))
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 _SOLVED = 1.0 - 1e-9
+"""Smallest metric ``success`` of a solved task: 1 with tolerance for rounding."""
 
 
 @dataclass
-class Progress:
-    """Holds what is known of an episode beside its tokens. ``status`` is empty while it goes on."""
+class EpisodeProgress:
+    """State of a running episode, apart from its tokens."""
 
     wanted: EpisodeRequest
+    """The request that it is played for."""
     status: str = ""
+    """Status of the finished episode; "" while it is running."""
     message: str = ""
+    """The error of a failed episode."""
     task_text: str = ""
+    """Text of the task: the user messages of the opening."""
     turns: list[PlayedTurn] = field(default_factory=list)
+    """Turns so far."""
     reward: float = 0.0
+    """Reward so far."""
     turn_rewards: list[float] = field(default_factory=list)
+    """Contribution of each turn to the reward."""
     turn_states: list[int] = field(default_factory=list)
+    """``state_number`` of the state in which each turn began."""
     rewards: dict[str, float] = field(default_factory=dict)
+    """Named rewards so far."""
     metrics: dict[str, float] = field(default_factory=dict)
+    """Latest value of each metric."""
     opening: Opening = field(default_factory=lambda: Opening(()))
+    """The environment's opening."""
     _state: int = 0
-    _began: float = field(default_factory=time.perf_counter)
+    """``state_number`` of the current state."""
+    _started_at: float = field(default_factory=time.perf_counter)
 
     @property
     def achieved(self) -> bool:
-        """Whether the environment says that the task is solved."""
+        """Whether the task is solved, by the environment's metric ``success``."""
         return self.metrics.get("success", 0.0) >= _SOLVED
 
     @property
-    def share(self) -> float:
-        """How much of the task is done, from 0 to 1, as far as the environment says."""
+    def fraction_done(self) -> float:
+        """The solved fraction of the task from 0 to 1, by the metric ``progress``; without it, 0 or 1."""
         return self.metrics.get("progress", float(self.achieved))
 
-    def begin(self, opening: Opening) -> str:
-        """Take the opening; returns the text of the task: what it says as a user."""
+    def start(self, opening: Opening) -> str:
+        """Record the opening and return the text of the task."""
         self.opening = opening
-        said = [str(each.get("content") or "") for each in opening.messages if each.get("role") == "user"]
-        self.task_text = "\n".join(said)
+        user_texts = [str(each.get("content") or "") for each in opening.messages if each.get("role") == "user"]
+        self.task_text = "\n".join(user_texts)
         self._state = state_number(opening.messages, opening.state_key)
         return self.task_text
 
-    def take(self, said: AssistantMessage, turn: Turn, max_turns: int | None = None) -> str:
-        """Take a turn of the policy and the environment's answer to it; returns the answer's text. Raises
-        EnvironmentFailure for a number that is none."""
+    def add_turn(self, said: AssistantMessage, turn: Turn, max_turns: int | None = None) -> str:
+        """Record a turn of the policy and the environment's answer; return the text of the answer.
+
+        Sets ``status`` if the episode ends with it. Raises EnvironmentFailure for a reward or metric that is not
+        finite.
+        """
         for name, value in (("reward", turn.reward), *turn.rewards.items(), *turn.metrics.items()):
             if value is not None and not is_finite(value):
                 raise EnvironmentFailure("internal", f"{name} is {value}, not a finite number")
         shown = "\n".join(str(message.get("content") or "") for message in turn.messages)
-        text, reward = said.text or said.content, turn.reward or 0.0
+        text = said.text or said.content
+        reward = turn.reward or 0.0
         self.turns.append(PlayedTurn(text, shown, reward, said, turn.messages, turn.rewards, turn.metrics, turn.info))
         before = self.reward
         if turn.reward is not None:
             self.reward = turn.reward if turn.final else self.reward + turn.reward
             if not is_finite(self.reward):
                 raise EnvironmentFailure("internal", f"the sum of rewards is {self.reward}, not a finite number")
-        # A final reward replaces the sum, so that its turn has changed it by the difference.
+        # A final reward replaces the sum, so the contribution of its turn is the difference.
         self.turn_rewards.append(self.reward - before if turn.final else turn.reward or 0.0)
         self.turn_states.append(self._state)
         self._state = state_number(turn.messages, turn.state_key)
@@ -495,20 +554,20 @@ class Progress:
             self.status = "max_turns"
         return shown
 
-    def outcome(self, speaker: Speaker, *, out_of_turns: bool = False) -> RolloutOutcome:
-        """Return the finished episode; see ``RolloutOutcome.out_of_turns``."""
+    def build_outcome(self, source: TurnSource, *, out_of_turns: bool = False) -> RolloutOutcome:
+        """Return the outcome of the finished episode. ``out_of_turns``: see ``RolloutOutcome.out_of_turns``."""
         return outcome_of(
             self.wanted.task,
-            speaker.tokens,
+            source.tokens,
             self.status,
             self.reward,
             achieved=self.achieved,
-            progress=self.share,
+            progress=self.fraction_done,
             turns=self.turns,
             task_text=self.task_text,
             message=self.message,
-            timings={"wall_s": time.perf_counter() - self._began},
-            last_turn_cut=speaker.cut,
+            timings={"wall_s": time.perf_counter() - self._started_at},
+            last_turn_cut=source.last_turn_cut,
             out_of_turns=out_of_turns,
             rewards=self.rewards,
             metrics=self.metrics,
@@ -520,27 +579,31 @@ class Progress:
         )
 
 
-async def play_episode(env: Environment, wanted: EpisodeRequest, speaker: Speaker, max_turns: int) -> RolloutOutcome:
-    """Play one episode from its reset to its outcome, of at most ``max_turns`` turns, or fewer where the task says so;
-    an environment or an engine that fails is an outcome. Raises ValueError when the first prompt leaves no room for a
-    turn."""
-    progress = Progress(wanted)
-    most = wanted.task.limit_turns(max_turns)
+async def play_episode(env: Environment, wanted: EpisodeRequest, source: TurnSource, max_turns: int) -> RolloutOutcome:
+    """Play one episode from its reset to its outcome.
+
+    It has at most ``max_turns`` turns, or fewer if the task says so. A failure of the environment or the engine is an
+    outcome. Raises ValueError if the first prompt leaves no room for a turn.
+    """
+    progress = EpisodeProgress(wanted)
+    turn_limit = wanted.task.limit_turns(max_turns)
     try:
         opening = await env.reset(wanted.task.payload, seed=wanted.task.seed)
-        progress.begin(opening)
-        speaker.open(opening)
+        progress.start(opening)
+        source.open(opening)
         while not progress.status:
-            said = await speaker.speak()
-            turn = await env.step(said)
-            progress.take(said, turn, most)
-            if not progress.status and not speaker.hear(turn.messages):
+            policy_turn = await source.next_turn()
+            turn = await env.step(policy_turn)
+            progress.add_turn(policy_turn, turn, turn_limit)
+            if not progress.status and not source.observe(turn.messages):
                 progress.status = "token_budget"
     except ContextFull:
         progress.status = "token_budget"
     except EnvironmentFailure as error:
-        progress.status, progress.message = error.kind, str(error)
+        progress.status = error.kind
+        progress.message = str(error)
     except GenerationFailed as error:
-        progress.status, progress.message = POLICY_FAILED, str(error)
-    cut = progress.status == "max_turns" and wanted.task.allows_more_than(max_turns)
-    return progress.outcome(speaker, out_of_turns=cut)
+        progress.status = POLICY_FAILED
+        progress.message = str(error)
+    out_of_turns = progress.status == "max_turns" and wanted.task.allows_more_than(max_turns)
+    return progress.build_outcome(source, out_of_turns=out_of_turns)

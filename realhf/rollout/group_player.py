@@ -1,4 +1,4 @@
-"""Plays one sample, a group of rollouts of one task, judges it, and decides what a failed rollout means for it."""
+"""Player of samples: a sample is a group of rollouts of one task, with a policy for failed rollouts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ from realhf.rollout.player import Player
 
 
 def sampling_seed(run_seed: int, sample_id: str, member: int) -> int:
-    """Return 63 bits that depend on these three alone: a rollout draws the same numbers wherever, whenever and beside
-    whatever it is played, so that a synchronous and an asynchronous run sample alike."""
+    """Return a 63-bit seed that is a function of the arguments only.
+
+    A rollout therefore draws the same random numbers wherever, whenever and together with whichever others it is
+    played, so that a synchronous and an asynchronous run sample alike.
+    """
     text = f"{run_seed}/{sample_id}/{member}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 class TokenTexts:
-    """Decodes tokens one by one with ``tokenizer``, each once. A token that holds a part of a character is shown as a
+    """Cached decoder of single tokens with ``tokenizer``. A token with a part of a character is decoded to the
     replacement character."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -48,42 +51,48 @@ class TokenTexts:
 
 
 def held_out_tasks(spec: EnvironmentSpec, split: str, episodes_per_task: int, templates: int) -> list[Task]:
-    """Return instances of a split, those of a template one after the other with the seeds 0, 1, ...; of more than
-    ``templates`` templates as many are taken, spread evenly."""
+    """Return the instances of a split: for each template those with the seeds 0, 1, ..., ``episodes_per_task`` - 1.
+
+    Of more than ``templates`` templates, that number is selected, evenly spread.
+    """
     tasks = spec.tasks(split)
     names = [*tasks.group_of]
     if len(names) > templates:
-        names = [names[place * len(names) // templates] for place in range(templates)]
-    drawn = [(name, tasks.instantiate(name, seed)) for name in names for seed in range(episodes_per_task)]
-    return [replace(task, template=task.template or name) for name, task in drawn]
+        names = [names[number * len(names) // templates] for number in range(templates)]
+    instances = [(name, tasks.instantiate(name, seed)) for name in names for seed in range(episodes_per_task)]
+    return [replace(task, template=task.template or name) for name, task in instances]
 
 
 @dataclass(frozen=True)
-class RolloutKeeper:
-    """Hands played rollouts of the environment ``env`` to a ``recorder``, with the options ``gen`` of their sampling
-    and the ``texts`` of their tokens."""
+class RolloutRecording:
+    """Recording of played rollouts of one environment."""
 
     recorder: RolloutRecorder
+    """Where they are recorded."""
     env: str
+    """Name of the environment."""
     gen: GenConfig
+    """Sampling options in training."""
     texts: TokenTexts | None = None
+    """Decoder of their tokens."""
 
-    def trained(self, id: str, rollouts: Sequence[RolloutOutcome], step: int, attempt: int = 0) -> None:
-        """Keep the rollouts of a sample of train step ``step``."""
-        self._keep(PlayedSample(id, rollouts, step, attempt=attempt), self.gen)
+    def record_training(self, id: str, rollouts: Sequence[RolloutOutcome], step: int, attempt: int = 0) -> None:
+        """Record the rollouts of a sample of train step ``step``."""
+        self._record(PlayedSample(id, rollouts, step, attempt=attempt), self.gen)
 
-    def evaluated(self, task: Task, rollouts: Sequence[RolloutOutcome], step: int, *, greedy: bool) -> None:
-        """Keep the episodes of one task of an evaluation after ``step`` steps, which plays the same tasks each time."""
-        name, instance = "greedy" if greedy else "sampled", f"{task.id}/{task.seed}"
+    def record_evaluation(self, task: Task, rollouts: Sequence[RolloutOutcome], step: int, *, greedy: bool) -> None:
+        """Record the episodes of one task of an evaluation after ``step`` steps; each evaluation has the same tasks."""
+        name = "greedy" if greedy else "sampled"
+        instance = f"{task.id}/{task.seed}"
         gen = replace(self.gen, temperature=0.0) if greedy else self.gen
-        self._keep(PlayedSample(f"eval/{name}/{step}/{instance}", rollouts, step, f"eval/{name}", key=instance), gen)
+        self._record(PlayedSample(f"eval/{name}/{step}/{instance}", rollouts, step, f"eval/{name}", key=instance), gen)
 
-    def _keep(self, sample: PlayedSample, gen: GenConfig) -> None:
+    def _record(self, sample: PlayedSample, gen: GenConfig) -> None:
         self.recorder.played(replace(sample, env=self.env, sampling=to_json_value(gen), texts=self.texts))
 
 
 def episode_results(outcomes: Sequence[RolloutOutcome]) -> list[EpisodeResult]:
-    """Return what an evaluation keeps of episodes."""
+    """Return the results of episodes for an evaluation's report."""
     return [
         EpisodeResult(
             outcome.group,
@@ -98,8 +107,10 @@ def episode_results(outcomes: Sequence[RolloutOutcome]) -> list[EpisodeResult]:
 
 
 class GroupFailed(RuntimeError):
-    """Too few rollouts of a sample are valid, or it was not over in time. ``outcome`` is a word of
-    ``realhf.api.calls``."""
+    """Too few rollouts of a sample are valid, or its deadline passed.
+
+    ``outcome`` is one of the failure outcomes of ``realhf.api.calls``.
+    """
 
     def __init__(self, outcome: str, message: str) -> None:
         super().__init__(message)
@@ -108,16 +119,18 @@ class GroupFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """``retries``: how often a rollout that failed is played again, and its lost session resumed. ``least``: how many
-    valid rollouts suffice for a group; None is all."""
+    """Treatment of failed rollouts."""
 
     retries: int
-    least: int | None = None
+    """How often a failed rollout is played again, and a lost session resumed."""
+    min_valid: int | None = None
+    """Valid rollouts that a group needs; None: all."""
 
-    def suffices(self, group: Sequence[RolloutOutcome]) -> bool:
+    def accepts(self, group: Sequence[RolloutOutcome]) -> bool:
         """Return whether enough rollouts of a group are valid."""
-        valid, size = sum(outcome.valid for outcome in group), len(group)
-        return valid >= (size if self.least is None else min(self.least, size))
+        n_valid = sum(outcome.valid for outcome in group)
+        size = len(group)
+        return n_valid >= (size if self.min_valid is None else min(self.min_valid, size))
 
 
 def first_failed(group: Sequence[RolloutOutcome]) -> RolloutOutcome:
@@ -125,10 +138,11 @@ def first_failed(group: Sequence[RolloutOutcome]) -> RolloutOutcome:
     return next(outcome for outcome in group if not outcome.valid)
 
 
-def shortfall(group: Sequence[RolloutOutcome]) -> str:
-    """Say how many rollouts of a group are valid, and what became of the first that is not."""
-    worst, valid = first_failed(group), sum(outcome.valid for outcome in group)
-    return f"{valid} of {len(group)} rollouts are valid; {worst.status}: {worst.message}"
+def describe_shortfall(group: Sequence[RolloutOutcome]) -> str:
+    """Return a text with the number of valid rollouts of a group and the error of the first invalid one."""
+    failed = first_failed(group)
+    n_valid = sum(outcome.valid for outcome in group)
+    return f"{n_valid} of {len(group)} rollouts are valid; {failed.status}: {failed.message}"
 
 
 def failure_policy(name: str, retries: int, min_group_size: int) -> FailurePolicy:
@@ -138,25 +152,29 @@ def failure_policy(name: str, retries: int, min_group_size: int) -> FailurePolic
     if name == "retry":
         return FailurePolicy(retries)
     if name == "minimum_group":
-        return FailurePolicy(retries, least=min_group_size)
+        return FailurePolicy(retries, min_valid=min_group_size)
     raise ValueError(f"rollout.on_failure={name!r}: {', '.join(ON_FAILURE)}")
 
 
 _OUTCOMES = MappingProxyType({POLICY_FAILED: ENGINE_ERROR, AGENT_FAILED: AGENT_ERROR})
+"""``GroupFailed.outcome`` by the status of a failed rollout; ``ENV_ERROR`` for all others."""
 
 
 @dataclass
 class PlayedGroup:
-    """Holds the rollouts of a sample, in order, and how they went: ``failures`` and ``retried`` count by kind, also
-    where a retry mended them."""
+    """The rollouts of a sample."""
 
     outcomes: list[RolloutOutcome]
+    """Outcomes of the members, in order."""
     seconds: float = 0.0
+    """Duration of the group."""
     failures: Counter[str] = field(default_factory=Counter)
+    """Failures by kind, including those that a retry mended."""
     retried: Counter[str] = field(default_factory=Counter)
+    """Retries by kind."""
 
     def statistics(self) -> dict[str, Any]:
-        """Return JSON-able metrics that travel with the sample."""
+        """Return metrics, as JSON types, for the metadata of the sample."""
         valid = [outcome for outcome in self.outcomes if outcome.valid]
         return {
             "episode_s": [round(outcome.timings.get("wall_s", 0.0), 4) for outcome in valid],
@@ -170,10 +188,12 @@ class PlayedGroup:
 
 
 class GroupPlayer:
-    """Plays samples on the slots of ``player``: ``group_size`` rollouts of each at once. ``run_seed`` decides, with the
-    sample's id, the random numbers of their tokens; ``policy`` decides what a failed rollout means. ``held_out``: the
-    tasks of the environment, for evaluations, and ``pinned`` the tokens that a share of one is played with.
-    ``recorder``, ``gen``, ``texts``: see ``RolloutKeeper``."""
+    """Player of samples on the slots of ``player``, ``group_size`` rollouts of a sample at once.
+
+    ``run_seed`` and the sample's id determine the random numbers of the tokens. ``policy`` is for failed rollouts.
+    ``held_out`` is the environment with its evaluation tasks; ``pinned(part)`` returns the source of tokens for a share
+    of an evaluation. ``recorder``, ``gen``, ``texts``: see ``RolloutRecording``.
+    """
 
     def __init__(
         self,
@@ -189,47 +209,58 @@ class GroupPlayer:
         gen: GenConfig | None = None,
         texts: TokenTexts | None = None,
     ) -> None:
-        self._keeper = RolloutKeeper(recorder, held_out.name, gen or GenConfig(), texts)
-        self._player, self._tokens, self._held_out, self._pinned = player, tokens, held_out, pinned
-        self._group_size, self._run_seed, self._policy = group_size, run_seed, policy
+        self._recording = RolloutRecording(recorder, held_out.name, gen or GenConfig(), texts)
+        self._player = player
+        self._tokens = tokens
+        self._held_out = held_out
+        self._pinned = pinned
+        self._group_size = group_size
+        self._run_seed = run_seed
+        self._policy = policy
 
     async def play(self, lease: RolloutLease) -> PlayedGroup:
-        """Play all rollouts at once. None of their tokens comes from weights older than the sample's admission."""
-        began = time.perf_counter()
+        """Play all rollouts of a sample at once, with weights no older than the sample's admission version.
+
+        Raises GroupFailed if too few of them are valid.
+        """
+        started_at = time.perf_counter()
         task = parse_task(lease.metadata)
-        wanted = [
+        requests = [
             EpisodeRequest(member, task, sampling_seed(self._run_seed, lease.id, member))
             for member in range(self._group_size)
         ]
         try:
-            played = await self._player.play(wanted, ConstrainedTokens(self._tokens, min_version=lease.version))
+            played = await self._player.play(requests, ConstrainedTokens(self._tokens, min_version=lease.version))
         except asyncio.CancelledError:
-            if time.perf_counter() - began > 0.99 * lease.deadline_s:
-                late, timings = f"the sample was not over after {lease.deadline_s:g} s", {"wall_s": lease.deadline_s}
-                lost = [outcome_of(task, None, TIMEOUT, message=late, timings=timings) for _ in wanted]
-                self._keeper.trained(lease.id, lost, lease.version + 1, lease.attempt)
+            if time.perf_counter() - started_at > 0.99 * lease.deadline_s:  # cancelled by the deadline: record it
+                message = f"the sample was not over after {lease.deadline_s:g} s"
+                timings = {"wall_s": lease.deadline_s}
+                lost = [outcome_of(task, None, TIMEOUT, message=message, timings=timings) for _ in requests]
+                self._recording.record_training(lease.id, lost, lease.version + 1, lease.attempt)
             raise
-        self._keeper.trained(lease.id, played.outcomes, lease.version + 1, lease.attempt)
-        if not self._policy.suffices(played.outcomes):
+        self._recording.record_training(lease.id, played.outcomes, lease.version + 1, lease.attempt)
+        if not self._policy.accepts(played.outcomes):
             status = first_failed(played.outcomes).status
-            raise GroupFailed(_OUTCOMES.get(status, ENV_ERROR), shortfall(played.outcomes))
-        return PlayedGroup(played.outcomes, time.perf_counter() - began, played.failures, played.retried)
+            raise GroupFailed(_OUTCOMES.get(status, ENV_ERROR), describe_shortfall(played.outcomes))
+        return PlayedGroup(played.outcomes, time.perf_counter() - started_at, played.failures, played.retried)
 
     async def evaluate(self, part: EvaluationPart) -> list[EpisodeResult]:
-        """Play a share of a held-out evaluation, each task once. An episode that its environment fails is a result;
-        GroupFailed is raised when there are no tokens of these weights any more."""
+        """Play a share of a held-out evaluation, each task once.
+
+        An episode whose environment fails is a result. Raises GroupFailed if no engine has these weights any more.
+        """
         tasks = held_out_tasks(self._held_out, part.split, part.episodes_per_task, part.templates)
-        wanted = [
+        requests = [
             EpisodeRequest(
                 index, task, sampling_seed(self._run_seed, f"held out/{part.greedy:d}/{task.id}/{task.seed}", 0)
             )
             for index, task in enumerate(tasks[part.part :: part.parts])
         ]
-        played = await self._player.play(wanted, self._pinned(part))
-        for request, outcome in zip(wanted, played.outcomes, strict=True):
-            self._keeper.evaluated(request.task, [outcome], part.version, greedy=part.greedy)
+        played = await self._player.play(requests, self._pinned(part))
+        for request, outcome in zip(requests, played.outcomes, strict=True):
+            self._recording.record_evaluation(request.task, [outcome], part.version, greedy=part.greedy)
         if lost := [outcome for outcome in played.outcomes if outcome.status == POLICY_FAILED]:
-            raise GroupFailed(ENGINE_ERROR, shortfall(lost))
+            raise GroupFailed(ENGINE_ERROR, describe_shortfall(lost))
         return episode_results(played.outcomes)
 
     async def close(self) -> None:
@@ -237,8 +268,8 @@ class GroupPlayer:
         await self._player.close()
 
 
-async def within(player: GroupPlayer, lease: RolloutLease) -> PlayedGroup:
-    """Run ``play`` within the sample's deadline. Raises GroupFailed."""
+async def play_within_deadline(player: GroupPlayer, lease: RolloutLease) -> PlayedGroup:
+    """Play a sample within its deadline. Raises GroupFailed."""
     try:
         async with asyncio.timeout(lease.deadline_s):
             return await player.play(lease)

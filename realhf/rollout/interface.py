@@ -1,4 +1,4 @@
-"""Implements the ``actor_gen`` model function call: the actor plays groups of multi-turn episodes."""
+"""Interface of the ``actor_gen`` model function call: the actor plays groups of multi-turn episodes."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ from realhf.rollout.episode import EpisodeRequest, Limits
 from realhf.rollout.feedback import Feedback
 from realhf.rollout.group_player import (
     FailurePolicy,
-    RolloutKeeper,
+    RolloutRecording,
     TokenTexts,
+    describe_shortfall,
     episode_results,
     failure_policy,
     held_out_tasks,
     sampling_seed,
-    shortfall,
 )
 from realhf.rollout.player import Player, TurnAgent, check_whole_distribution
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
 
 
 class ModelEngine:
-    """Gives a player tokens from the generation engine of a model, with a seed."""
+    """``BatchEngine`` on the generation engine of a model, with a seed."""
 
     def __init__(self, model: Model, chat: TemplateChat, config: GenConfig, seed: int) -> None:
         self.seconds = 0.0
+        """Time spent in generation."""
         self.tokens = 0
+        """Tokens sampled."""
         self._generator = model.engine.generator()
         self.context_limit = self._generator.context_limit
         self._stop_ids = chat.stop_ids
@@ -47,17 +49,17 @@ class ModelEngine:
         self._seed = seed
 
     def generate(self, requests: Sequence[GenRequest], round_index: int) -> list[GenOutput]:
-        """Generate one batch; ``round_index`` gives every round a seed of its own."""
-        began = time.perf_counter()
+        """Generate one batch. The seed of each batch is derived from ``round_index``."""
+        started_at = time.perf_counter()
         outputs = self._generator.generate(
             requests, self._config, stop_ids=self._stop_ids, seed=(self._seed * 1_000_003 + round_index) % 2**63
         )
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - started_at
         self.tokens += sum(len(output.token_ids) for output in outputs)
         return outputs
 
     def free(self, slots: Sequence[int]) -> None:
-        """Free these cache slots: their episodes are over."""
+        """Free the cache of these slots, whose episodes have finished."""
         self._generator.free(slots)
 
 
@@ -80,9 +82,11 @@ class EnvRolloutInterface:
     def generate(
         self, model: Model, sample: SequenceSample, context: CallContext
     ) -> tuple[SequenceSample, dict[str, Any]]:
-        """Play ``group_size`` rollouts of each sample's task (metadata: see ``parse_task``). Raises ValueError when
-        ``gen`` cuts the distribution: such tokens cannot be trained on; RuntimeError when the failure policy ends the
-        run."""
+        """Play ``group_size`` rollouts of each sample's task (metadata: see ``parse_task``).
+
+        Raises ValueError if ``gen`` truncates the distribution, because such tokens cannot be trained on, and
+        RuntimeError if the failure policy ends the run.
+        """
         options = self._options
         check_whole_distribution(options.gen)
         tasks = [
@@ -90,17 +94,19 @@ class EnvRolloutInterface:
             for row in range(len(sample.ids))
         ]
         context.progress.wanted = len(tasks) * options.group_size
-        own = [[sampling_seed(options.seed, i, member) for member in range(options.group_size)] for i in sample.ids]
-        groups, stats = self._play(model, tasks, options.gen, options.group_size, context, own)
+        seeds = [[sampling_seed(options.seed, i, member) for member in range(options.group_size)] for i in sample.ids]
+        groups, stats = self._play(model, tasks, options.gen, options.group_size, context, seeds)
         for sample_id, group in zip(sample.ids, groups, strict=True):
-            self._keeper(context).trained(sample_id, group, context.step + 1)
-        # A group with too few valid rollouts is left out where the policy says so.
+            self._recording(context).record_training(sample_id, group, context.step + 1)
+        # With a minimum group size, ``outcomes_to_sample`` leaves out groups with fewer valid rollouts.
         for group in groups:
-            if self._policy.least is None and not self._policy.suffices(group):
-                raise RuntimeError(f"{shortfall(group)} (rollout.on_failure=minimum_group would leave such groups out)")
+            if self._policy.min_valid is None and not self._policy.accepts(group):
+                raise RuntimeError(
+                    f"{describe_shortfall(group)} (rollout.on_failure=minimum_group would leave such groups out)"
+                )
         assert self._chat is not None
-        if (told := Feedback.of(options, self._chat)) is not None:
-            groups = [told(group) for group in groups]
+        if (feedback := Feedback.of(options, self._chat)) is not None:
+            groups = [feedback(group) for group in groups]
         stats["episodes"] = [
             transcript(group[0], header=f"step {context.step + 1}, sample {sample_id}")
             for sample_id, group in list(zip(sample.ids, groups, strict=True))[: options.transcripts]
@@ -119,11 +125,12 @@ class EnvRolloutInterface:
         ``args`` are ``HeldOutOptions.to_args()``. Returns {"sampled": {"overall": {success, episodes, ...}, group:
         ...}, "greedy": {...}}.
         """
-        options, wanted = self._options, HeldOutOptions.from_args(args)
+        options = self._options
+        held_out = HeldOutOptions.from_args(args)
         report = {}
         passes = [
-            (greedy, held_out_tasks(self._environment(), wanted.split, count, wanted.templates))
-            for greedy, count in ((False, wanted.episodes_per_task), (True, wanted.greedy_episodes_per_task))
+            (greedy, held_out_tasks(self._environment(), held_out.split, count, held_out.templates))
+            for greedy, count in ((False, held_out.episodes_per_task), (True, held_out.greedy_episodes_per_task))
             if count > 0
         ]
         context.progress.wanted = sum(len(tasks) for _, tasks in passes)
@@ -131,7 +138,7 @@ class EnvRolloutInterface:
             gen = replace(options.gen, temperature=0.0) if greedy else options.gen
             groups, _ = self._play(model, tasks, gen, 1, context)
             for task, group in zip(tasks, groups, strict=True):
-                self._keeper(context).evaluated(task, group, context.step, greedy=greedy)
+                self._recording(context).record_evaluation(task, group, context.step, greedy=greedy)
             results = episode_results([outcome for group in groups for outcome in group])
             report["greedy" if greedy else "sampled"] = evaluation_report(results, context.step)
         return report
@@ -142,8 +149,8 @@ class EnvRolloutInterface:
             self._player.close()
             self._player = None
 
-    def _keeper(self, context: CallContext) -> RolloutKeeper:
-        return RolloutKeeper(context.recorder, self._environment().name, self._options.gen, self._texts)
+    def _recording(self, context: CallContext) -> RolloutRecording:
+        return RolloutRecording(context.recorder, self._environment().name, self._options.gen, self._texts)
 
     def _environment(self) -> EnvironmentSpec:
         if self._spec is None:
@@ -159,8 +166,8 @@ class EnvRolloutInterface:
         context: CallContext,
         sampling_seeds: Sequence[Sequence[int]] | None = None,
     ) -> tuple[list[list[RolloutOutcome]], dict[str, Any]]:
-        """Play ``group`` episodes of every task."""
-        player = self._ready(model, context)
+        """Play ``group`` episodes of every task; return the outcomes by task, and statistics."""
+        player = self._get_player(model, context)
         assert self._chat is not None
         engine = ModelEngine(model, self._chat, gen, context.seed)
         longest = self._options.max_total_tokens
@@ -168,18 +175,18 @@ class EnvRolloutInterface:
             raise ValueError(
                 f"rollout.max_total_tokens={longest}: the context of the model holds {engine.context_limit} tokens"
             )
-        wanted = [
+        requests = [
             EpisodeRequest(number * group + member, task, sampling_seeds[number][member] if sampling_seeds else None)
             for number, task in enumerate(tasks)
             for member in range(group)
         ]
 
-        def over() -> None:
+        def count_finished() -> None:
             context.progress.over += 1
 
-        began = time.perf_counter()
-        played = player.play(wanted, engine, over=over)
-        total = time.perf_counter() - began
+        started_at = time.perf_counter()
+        played = player.play(requests, engine, on_finished=count_finished)
+        total = time.perf_counter() - started_at
         stats: dict[str, Any] = rollout_statistics(played.outcomes)
         stats |= {
             "rollout_seconds": total,
@@ -188,11 +195,13 @@ class EnvRolloutInterface:
             "generated_tokens": engine.tokens,
             **{f"retried/{kind}": float(count) for kind, count in played.retried.items()},
         }
-        return [played.outcomes[start : start + group] for start in range(0, len(wanted), group)], stats
+        return [played.outcomes[start : start + group] for start in range(0, len(requests), group)], stats
 
-    def _ready(self, model: Model, context: CallContext) -> BlockingPlayer:
+    def _get_player(self, model: Model, context: CallContext) -> BlockingPlayer:
+        """Return the player, which is created by the first call."""
         if self._player is None:
-            spec, options = self._environment(), self._options
+            spec = self._environment()
+            options = self._options
             self._chat = TemplateChat(
                 model.tokenizer,
                 system_prompt=None,
@@ -216,8 +225,7 @@ class EnvRolloutInterface:
 
 
 def _address(spec: EnvironmentSpec, context: CallContext) -> str:
-    """Return the address of the environment's service, "" where there is none. Raises RuntimeError when it is not
-    registered."""
+    """Return the address of the environment's service; "" if it has none. Raises RuntimeError if none is registered."""
     if spec.launch is None:
         return ""
     urls = context.endpoints.get("env") or []
@@ -227,8 +235,11 @@ def _address(spec: EnvironmentSpec, context: CallContext) -> str:
 
 
 def rollout_statistics(outcomes: Sequence[RolloutOutcome]) -> dict[str, Any]:
-    """Return means over valid episodes, success by group, named rewards and metrics, over how many episodes each is
-    (``MEANS_OVER``), and the number of failed ones by status."""
+    """Return the statistics of episodes.
+
+    Means over valid episodes, also of success by group and of named rewards and metrics; for each mean the number of
+    episodes that it is over (``MEANS_OVER``); and the number of failed episodes by status.
+    """
     valid = [outcome for outcome in outcomes if outcome.valid]
     means = {
         "reward": [outcome.reward or 0.0 for outcome in valid],

@@ -1,9 +1,9 @@
-"""Plays episodes: the one driver of training, evaluation, demonstrations and agents, each slot with its environment.
+"""Player of episodes, used for training, evaluation, demonstrations and agents alike.
 
-A player has *slots*. Each has an environment of its own and a row of the engine's cache, and plays one episode after
-another. What differs between runs are values: where tokens come from (a ``TokenSource``), in which order slots take
-episodes (a ``SlotOrder``, for runs that must not depend on timing), who speaks (an ``EpisodeAgent``), and what a failed
-episode means (retries here; groups are judged by a ``FailurePolicy``). Source: docs/reference/environment.md 9.
+A player has *slots*. Each slot has an environment and a slot of the engine's cache, and plays one episode after
+another. Runs differ by the objects they pass in: the source of tokens (``TokenSource``), the order in which slots take
+episodes (``SlotOrder``, for runs that must not depend on timing), the agent (``EpisodeAgent``), and the treatment of
+failed episodes (retries here; for groups a ``FailurePolicy``). Source: docs/reference/environment.md 9.
 """
 
 from __future__ import annotations
@@ -34,35 +34,40 @@ from realhf.api.model import GenOutput, GenRequest
 from realhf.api.rollout import ChatFormat, RolloutOutcome
 from realhf.base import process_clock
 from realhf.env.loader.validation import whole_text
-from realhf.rollout.episode import EpisodeRequest, ForgetfulSpeaker, Limits, PolicySpeaker, play_episode
+from realhf.rollout.episode import Conversation, EpisodeRequest, Limits, TruncatingConversation, play_episode
 
 T = TypeVar("T")
 _RESENDS = 8
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
+"""Repetitions of a request that the environment reports as not executed."""
+# Exponential back-off between attempts, in seconds.
+_FIRST_PAUSE_S = 0.01
+_LONGEST_PAUSE_S = 0.5
 _CLOSE_S = 5.0
+"""Seconds that an environment has to close."""
 _log = logging.getLogger(__name__)
 
 
 class ReplayDiverged(EnvironmentFailure):
-    """The new instance did not answer as the lost one did: the episode cannot go on in it."""
+    """A new instance answered the replayed turns differently from the lost one, so the episode cannot be resumed."""
 
     def __init__(self, message: str) -> None:
         super().__init__("lost", message)
 
 
 class SlotEnvironment:
-    """Is the environment of a slot, over all its episodes: an ``Environment`` that raises nothing but
-    EnvironmentFailure, named after the environment.
+    """The environment of a slot, for all its episodes: an ``Environment`` that raises only EnvironmentFailure.
 
-    A step that was not executed, by the environment's own report, is sent again. An environment that is lost in the
-    middle of an episode is made anew, reset with the same task and seed, and given the same messages; where it answers
-    as before, the episode goes on as if nothing had happened. This needs an environment that is deterministic; another
-    is played again from the start. Source: docs/reference/dataflow.md 9 (a failure is never a reward of 0).
+    A step that the environment reports as not executed is sent again. If a deterministic environment is lost in the
+    middle of an episode, a new instance is reset with the same task and seed and gets the same messages; if it gives
+    the same answers, the episode goes on. Other environments are played again from the start.
+    Source: docs/reference/dataflow.md 9 (a failure is never a reward of 0).
 
     Args:
-        name: of the environment, for messages. make: returns a new instance.
-        message_timeout_s: reset or step, each. patience_s: how long to wait, each time, for a service that is away or
-            full. deterministic: whether a lost episode may be resumed.
+        name: name of the environment, for error messages.
+        make: returns a new instance.
+        message_timeout_s: timeout of a reset or a step, in seconds.
+        patience_s: seconds to wait, each time, for a service that is unreachable or full.
+        deterministic: whether a lost episode may be resumed.
     """
 
     def __init__(
@@ -75,26 +80,36 @@ class SlotEnvironment:
         deterministic: bool,
     ) -> None:
         self.failures: Counter[str] = Counter()
+        """Failures in this episode by kind, including those that were mended."""
         self.resumed = 0
-        self._name, self._make = name, make
-        self._timeout_s, self._patience_s = message_timeout_s, patience_s
+        """Number of times that this episode was resumed."""
+        self._name = name
+        self._make = make
+        self._timeout_s = message_timeout_s
+        self._patience_s = patience_s
         self._deterministic = deterministic
         self._env: Environment | None = None
         self._retries = 0
         self._task: Mapping[str, Any] = {}
         self._seed = 0
         self._opening: Opening | None = None
-        self._played: list[tuple[AssistantMessage, Turn]] = []
+        self._history: list[tuple[AssistantMessage, Turn]] = []
+        """The turns of this episode, for a replay."""
 
-    def begin(self, retries: int) -> None:
-        """Prepare for an episode that may be resumed ``retries`` times; counts from zero."""
-        self.failures, self.resumed, self._retries = Counter(), 0, retries
+    def prepare(self, retries: int) -> None:
+        """Reset the counters for a new episode, which may be resumed ``retries`` times."""
+        self.failures = Counter()
+        self.resumed = 0
+        self._retries = retries
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        """Start an episode; a service that is away or full is waited for. Raises EnvironmentFailure."""
-        self._task, self._seed, self._opening, self._played = task, seed, None, []
+        """Start an episode, after waiting for a service that is unreachable or full. Raises EnvironmentFailure."""
+        self._task = task
+        self._seed = seed
+        self._opening = None
+        self._history = []
         try:
-            self._opening = await self._patiently()
+            self._opening = await self._reset_with_patience()
         except EnvironmentFailure as error:
             self._opening = await self._resume(error)
         return self._opening
@@ -107,19 +122,20 @@ class SlotEnvironment:
                 break
             except EnvironmentFailure as error:
                 await self._resume(error)
-        self._played.append((message, turn))
+        self._history.append((message, turn))
         return turn
 
     async def close(self) -> None:
-        """Close the instance within seconds; what it raises is logged."""
-        env, self._env = self._env, None
+        """Close the instance within seconds; errors are logged."""
+        env = self._env
+        self._env = None
         if env is None:
             return
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await env.close()
         except Exception as error:
-            _log.warning("environment %s: close failed: %s", self._name, described(error))
+            _log.warning("environment %s: close failed: %s", self._name, describe_error(error))
 
     async def _send_reset(self) -> Opening:
         async def send() -> Opening:
@@ -127,7 +143,7 @@ class SlotEnvironment:
                 self._env = self._make()
             return await self._env.reset(self._task, seed=self._seed)
 
-        opening = await self._sent("reset", send)
+        opening = await self._send_with_retries("reset", send)
         if not isinstance(opening, Opening):
             raise EnvironmentFailure("internal", f"environment {self._name}: reset returned {opening!r:.80}")
         self._check("the messages of reset", opening.messages)
@@ -139,38 +155,39 @@ class SlotEnvironment:
                 raise EnvironmentFailure("lost", "the instance is gone")
             return await self._env.step(message)
 
-        turn = await self._sent("step", send)
+        turn = await self._send_with_retries("step", send)
         if not isinstance(turn, Turn):
             raise EnvironmentFailure("internal", f"environment {self._name}: step returned {turn!r:.80}")
         self._check("the messages of step", turn.messages)
         return turn
 
     def _check(self, what: str, messages: Any) -> None:
-        """Raise EnvironmentFailure for messages that a chat template would render as something else, or not at all:
-        not every environment came through the loader, which checks them, too. Half a character, which an environment
-        may echo, is none of these: the chat replaces it."""
+        """Raise EnvironmentFailure for messages that a chat template would render wrongly or not at all.
+
+        The loader makes the same check, but not every environment is loaded by it. Lone surrogates, which an
+        environment may echo, are allowed: the chat replaces them.
+        """
         if not any(message_problems(messages, what)):
             return
-        for problem in message_problems(_whole(messages), what):
+        for problem in message_problems(_replace_surrogates(messages), what):
             raise EnvironmentFailure("internal", f"environment {self._name}: {problem}")
 
-    async def _sent(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
-        """Return the answer to a request, which is sent again while the environment reports that it was not
-        executed."""
+    async def _send_with_retries(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
+        """Return the answer to a request, which is repeated while the environment reports that it was not executed."""
         pause_s = 0.0
         for _ in range(_RESENDS):
             try:
-                return await self._guarded(what, send)
+                return await self._send_guarded(what, send)
             except EnvironmentFailure as error:
                 if error.kind != "unavailable":
                     raise
             self.failures["unavailable"] += 1
             await asyncio.sleep(pause_s)
             pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)
-        return await self._guarded(what, send)
+        return await self._send_guarded(what, send)
 
-    async def _guarded(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
-        """Run a method of the environment within the deadline; whatever it raises becomes an EnvironmentFailure."""
+    async def _send_guarded(self, what: str, send: Callable[[], Awaitable[T]]) -> T:
+        """Call a method of the environment within the timeout; turn every error into an EnvironmentFailure."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
@@ -179,16 +196,20 @@ class SlotEnvironment:
             raise
         except TimeoutError as error:
             if deadline.expired():
-                told = f"environment {self._name}: no answer to {what} within {self._timeout_s:g} s"
+                text = f"environment {self._name}: no answer to {what} within {self._timeout_s:g} s"
             else:
-                told = f"environment {self._name}: {what}: {described(error)}"
-            raise EnvironmentFailure("timeout", told) from error
+                text = f"environment {self._name}: {what}: {describe_error(error)}"
+            raise EnvironmentFailure("timeout", text) from error
         except Exception as error:
-            raise EnvironmentFailure("internal", f"environment {self._name}: {what}: {described(error)}") from error
+            raise EnvironmentFailure(
+                "internal", f"environment {self._name}: {what}: {describe_error(error)}"
+            ) from error
 
     async def _resume(self, error: EnvironmentFailure) -> Opening:
-        """Make a new instance and bring it into the state of the lost one; returns its opening. Raises what went wrong
-        last."""
+        """Create a new instance in the state of the lost one and return its opening.
+
+        Raises the last failure if that is not possible or the retries are used up.
+        """
         while True:
             self.failures["diverged" if isinstance(error, ReplayDiverged) else error.kind] += 1
             await self.close()
@@ -197,29 +218,31 @@ class SlotEnvironment:
                 raise error
             self._retries -= 1
             try:
-                opening = await self._replayed()
+                opening = await self._replay()
             except EnvironmentFailure as again:
                 error = again
                 continue
             self.resumed += 1
             return opening
 
-    async def _replayed(self) -> Opening:
-        opening = await self._patiently()
+    async def _replay(self) -> Opening:
+        """Reset a new instance and repeat the turns of the episode. Raises ReplayDiverged for a different answer."""
+        opening = await self._reset_with_patience()
         if self._opening is not None and list(opening.messages) != list(self._opening.messages):
             raise ReplayDiverged(f"environment {self._name}: a new instance opened the same task differently")
-        for number, (message, seen) in enumerate(self._played):
-            again = await self._send_step(message)
-            if _compared(again) != _compared(seen):
+        for number, (message, turn) in enumerate(self._history):
+            new_turn = await self._send_step(message)
+            if _compared_fields(new_turn) != _compared_fields(turn):
                 raise ReplayDiverged(
-                    f"environment {self._name}: turn {number} was answered {str(_compared(seen))[:120]}, in the new "
-                    f"instance {str(_compared(again))[:120]}"
+                    f"environment {self._name}: turn {number} was answered {str(_compared_fields(turn))[:120]}, in the "
+                    f"new instance {str(_compared_fields(new_turn))[:120]}"
                 )
         return opening
 
-    async def _patiently(self) -> Opening:
-        """Reset a new instance; a service that is away or full is waited for until the patience is over."""
-        deadline, pause_s = process_clock.now() + self._patience_s, _FIRST_PAUSE_S
+    async def _reset_with_patience(self) -> Opening:
+        """Reset a new instance, with retries for ``patience_s`` seconds while the service is unreachable or full."""
+        deadline = process_clock.now() + self._patience_s
+        pause_s = _FIRST_PAUSE_S
         while True:
             try:
                 return await self._send_reset()
@@ -231,8 +254,8 @@ class SlotEnvironment:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-def _whole(messages: Any) -> Any:
-    """Return messages with halves of characters in their texts replaced."""
+def _replace_surrogates(messages: Any) -> Any:
+    """Return messages with the lone surrogates in their texts replaced."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         return messages
     return [
@@ -243,32 +266,33 @@ def _whole(messages: Any) -> Any:
     ]
 
 
-def described(error: BaseException) -> str:
-    """Return an error in one line, with the line of code that raised it."""
+def describe_error(error: BaseException) -> str:
+    """Return an error as one line of text, with the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     text = next(iter(str(error).splitlines()), "")[:300]
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
 
 
-def _compared(turn: Turn) -> tuple[Any, ...]:
-    """Return what must be the same in a replay; ``info`` may differ."""
+def _compared_fields(turn: Turn) -> tuple[Any, ...]:
+    """Return the fields that must be equal in a replay: all but ``info``."""
     return [*map(dict, turn.messages)], turn.done, turn.reward, turn.final, dict(turn.rewards), dict(turn.metrics)
 
 
 _SHAPES = ((("user",), ("user",)), (("user",), ("tool",)), (("user",), ("user",), ("user",)))
-"""Conversations by the roles of their messages, in one of which a template that drops old reasoning does so."""
+"""Conversations, as roles of the messages before each turn; a template that drops old reasoning does so in one of
+them."""
 
 
 class NoTokens:
-    """Is a ``TokenSource`` without any, for agents whose turns are written already."""
+    """``TokenSource`` without tokens, for agents with scripted turns."""
 
     async def generate(self, request: GenRequest) -> GenOutput:
-        """See ``TokenSource``. Raises GenerationFailed."""
+        """Raise GenerationFailed."""
         raise GenerationFailed(f"the episode on slot {request.slot} is played without an engine")
 
     def free(self, slots: Sequence[int]) -> None:
-        """See ``TokenSource``."""
+        """Do nothing."""
         del slots
 
 
@@ -276,58 +300,64 @@ NO_TOKENS = NoTokens()
 
 
 class EpisodeAgent(Protocol):
-    """Plays episodes, many at once on one event loop."""
+    """Agent that plays episodes, many at once on one event loop."""
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """Play one episode from its reset to its outcome; an environment or an engine that fails is an outcome.
-        ``slot`` is the cache row that the episode has to itself."""
+        """Play one episode from its reset to its outcome.
+
+        A failure of the environment or the engine is an outcome. ``slot`` is the slot of the engine's cache that only
+        this episode uses.
+        """
         ...
 
 
 class SlotOrder(Protocol):
-    """Decides when a slot may take its next episode."""
+    """Order in which slots may take their next episodes."""
 
     async def may_take(self, slot: int) -> None:
         """Wait until the slot may take an episode."""
         ...
 
     def leave(self, slot: int) -> None:
-        """Note that the slot takes no more."""
+        """Remove a slot that takes no more episodes."""
         ...
 
 
 class TurnAgent:
-    """Plays in turns: the policy speaks, and the environment answers. Without ``keep_reasoning`` old reasoning is
-    dropped as the chat template does, and an episode may have several rows; ValueError for a template that drops none.
+    """Agent that plays in turns: the policy samples a turn, and the environment answers.
+
+    Without ``keep_reasoning``, old reasoning is dropped as the chat template does it, and an episode may have several
+    rows. Raises ValueError then for a template that drops none.
     """
 
     def __init__(self, chat: ChatFormat, limits: Limits, system_prompt: str, *, keep_reasoning: bool = True) -> None:
-        self._chat, self._limits = chat, limits
+        self._chat = chat
+        self._limits = limits
         self._system: list[ChatMessage] = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._keep_reasoning = keep_reasoning
-        self._without_calls = 0
+        self._episodes_without_calls = 0
         if not keep_reasoning and not any(any(chat.forgotten(shape)) for shape in _SHAPES):
             raise ValueError("rollout.keep_reasoning=false has no effect: the chat template drops no old reasoning")
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """See ``EpisodeAgent``."""
-        kind = PolicySpeaker if self._keep_reasoning else ForgetfulSpeaker
-        speaker = kind(self._chat, self._limits, llm, slot, wanted.sampling_seed, self._system)
-        outcome = await play_episode(env, wanted, speaker, self._limits.max_turns)
-        self._look_for_calls(speaker, outcome)
-        # With the system prompt, the opening is what the policy read.
-        outcome = replace(outcome, opening=(*self._system, *outcome.opening)) if self._system else outcome
-        return speaker.in_rows(outcome) if isinstance(speaker, ForgetfulSpeaker) else outcome
+        """Play one episode from its reset to its outcome; failures are outcomes."""
+        kind = Conversation if self._keep_reasoning else TruncatingConversation
+        conversation = kind(self._chat, self._limits, llm, slot, wanted.sampling_seed, self._system)
+        outcome = await play_episode(env, wanted, conversation, self._limits.max_turns)
+        self._warn_without_calls(conversation, outcome)
+        if self._system:  # the opening of an outcome is all that the policy read before its first turn
+            outcome = replace(outcome, opening=(*self._system, *outcome.opening))
+        return conversation.split_rows(outcome) if isinstance(conversation, TruncatingConversation) else outcome
 
-    def _look_for_calls(self, speaker: PolicySpeaker, outcome: RolloutOutcome) -> None:
-        """Warn once where a policy that is offered tools has not called any in its first episodes."""
-        if self._without_calls >= _SILENT_EPISODES or not (speaker.tools and outcome.valid):
+    def _warn_without_calls(self, conversation: Conversation, outcome: RolloutOutcome) -> None:
+        """Warn once if a policy that is offered tools has called none in its first episodes."""
+        if self._episodes_without_calls >= _SILENT_EPISODES or not (conversation.tools and outcome.valid):
             return
         if any(turn.said is not None and turn.said.tool_calls for turn in outcome.turns):
-            self._without_calls = _SILENT_EPISODES
+            self._episodes_without_calls = _SILENT_EPISODES
             return
-        self._without_calls += 1
-        if self._without_calls == _SILENT_EPISODES:
+        self._episodes_without_calls += 1
+        if self._episodes_without_calls == _SILENT_EPISODES:
             _log.warning(
                 "the first %d episodes offered tools, and in no turn of the policy was a call found; where its turns "
                 "hold calls, choose the parser of their syntax with actor.tool_parser (said once)",
@@ -336,28 +366,33 @@ class TurnAgent:
 
 
 _SILENT_EPISODES = 16
-"""So many episodes without a call are pointed out."""
+"""Number of first episodes without a call after which there is a warning."""
 
 
 @dataclass
-class Played:
-    """Holds the outcomes, in the order of the requests, and what went wrong by kind: ``failures`` also where it was
-    mended, ``retried`` how it was (``resumed``, or the status of an episode that was played again)."""
+class PlayedEpisodes:
+    """Result of ``Player.play``."""
 
     outcomes: list[RolloutOutcome]
+    """Outcomes in the order of the requests."""
     failures: Counter[str] = field(default_factory=Counter)
+    """Failures by kind, including those that a retry or a resumption mended."""
     retried: Counter[str] = field(default_factory=Counter)
+    """Repairs by kind: ``resumed``, or the status of an episode that was played again."""
 
 
 class Player:
-    """Plays episodes of one environment on ``size`` slots. Use it on one event loop, one ``play`` at a time.
+    """Player of episodes of one environment on ``size`` slots. Use it on one event loop, one ``play`` at a time.
 
     Args:
-        spec, address: the environment, and the address of its service ("" for none), or what returns it, where the
-            service may move.
-        agent: who plays. first_slot: cache row of the first slot; the others follow.
+        spec: the environment.
+        address: the address of its service ("" for none), or a function that returns it, for a service that may move.
+        agent: plays the episodes.
+        size: number of slots, and of episodes at once.
+        first_slot: slot of the engine's cache for the first slot; the others follow.
         retries: how often a failed episode is played again, and a lost one resumed.
-        message_timeout_s: reset or step, each. patience_s: for a service that is away or full.
+        message_timeout_s: timeout of a reset or a step, in seconds.
+        patience_s: seconds to wait, each time, for a service that is unreachable or full.
     """
 
     def __init__(
@@ -376,9 +411,12 @@ class Player:
             raise ValueError(f"a player needs at least one slot, not {size}")
         if spec.concurrency is not None:
             size = min(size, spec.concurrency)
-        self.name, self.message_timeout_s, self.size = spec.name, message_timeout_s, size
+        self.name = spec.name
+        self.message_timeout_s = message_timeout_s
+        self.size = size
         self.slots = range(first_slot, first_slot + size)
-        self._agent, self._retries = agent, retries
+        self._agent = agent
+        self._retries = retries
         self._envs = {
             slot: SlotEnvironment(
                 spec.name,
@@ -395,14 +433,18 @@ class Player:
         wanted: Sequence[EpisodeRequest],
         tokens: TokenSource,
         order: SlotOrder | None = None,
-        over: Callable[[], None] = lambda: None,
-    ) -> Played:
-        """Play all requests; ``over`` is called after each. A failure is an outcome; any other error ends all episodes
-        and is raised."""
-        waiting, found = deque(wanted), dict[int, RolloutOutcome]()
-        played = Played([])
+        on_finished: Callable[[], None] = lambda: None,
+    ) -> PlayedEpisodes:
+        """Play all requests and call ``on_finished`` after each.
+
+        A failed episode is an outcome. Any other error cancels all episodes and is raised.
+        """
+        waiting = deque(wanted)
+        outcomes: dict[int, RolloutOutcome] = {}
+        played = PlayedEpisodes([])
         slots = [
-            asyncio.ensure_future(self._serve(slot, waiting, found, played, tokens, order, over)) for slot in self.slots
+            asyncio.ensure_future(self._run_slot(slot, waiting, outcomes, played, tokens, order, on_finished))
+            for slot in self.slots
         ]
         try:
             await asyncio.gather(*slots)
@@ -410,11 +452,11 @@ class Player:
             for task in slots:
                 task.cancel()
             await asyncio.gather(*slots, return_exceptions=True)
-        played.outcomes = [found[request.index] for request in wanted]
+        played.outcomes = [outcomes[request.index] for request in wanted]
         return played
 
-    async def play_and_close(self, wanted: Sequence[EpisodeRequest], tokens: TokenSource) -> Played:
-        """Play all requests, once and for all."""
+    async def play_and_close(self, wanted: Sequence[EpisodeRequest], tokens: TokenSource) -> PlayedEpisodes:
+        """Play all requests, then close the environments."""
         try:
             return await self.play(wanted, tokens)
         finally:
@@ -424,36 +466,38 @@ class Player:
         """Close all environments, within seconds."""
         await asyncio.gather(*(env.close() for env in self._envs.values()))
 
-    async def _serve(
+    async def _run_slot(
         self,
         slot: int,
         waiting: deque[EpisodeRequest],
-        found: dict[int, RolloutOutcome],
-        played: Played,
+        outcomes: dict[int, RolloutOutcome],
+        played: PlayedEpisodes,
         tokens: TokenSource,
         order: SlotOrder | None,
-        over: Callable[[], None],
+        on_finished: Callable[[], None],
     ) -> None:
-        """Play one episode after another on one slot."""
+        """Play one episode after another on one slot, until none is waiting."""
         try:
             while True:
                 if order is not None:
                     await order.may_take(slot)
-                await asyncio.sleep(0)  # an environment that never waits must not keep the loop from the others
+                await asyncio.sleep(0)  # let other slots run even if this environment never awaits
                 if not waiting:
                     return
-                wanted = waiting.popleft()
-                found[wanted.index] = await self._attempts(slot, wanted, played, tokens)
-                over()
+                request = waiting.popleft()
+                outcomes[request.index] = await self._play_with_retries(slot, request, played, tokens)
+                on_finished()
         finally:
             if order is not None:
                 order.leave(slot)
 
-    async def _attempts(self, slot: int, wanted: EpisodeRequest, played: Played, tokens: TokenSource) -> RolloutOutcome:
+    async def _play_with_retries(
+        self, slot: int, wanted: EpisodeRequest, played: PlayedEpisodes, tokens: TokenSource
+    ) -> RolloutOutcome:
         """Play an episode until it is valid or the retries are used up."""
         env = self._envs[slot]
         for attempt in range(1 + self._retries):
-            env.begin(self._retries)
+            env.prepare(self._retries)
             try:
                 outcome = await self._agent.play(env, wanted, tokens, slot)
             finally:
@@ -478,8 +522,11 @@ def make_agent(
     episodes: RolloutOptions,
     options: Mapping[str, Any] | None = None,
 ) -> EpisodeAgent:
-    """Build the agent called ``name``, which plays as ``episodes`` say. ``options`` are the agent's own, which its
-    function takes as keyword arguments. Raises ValueError for an agent that cannot be had."""
+    """Return the agent called ``name``; "" is the built-in agent.
+
+    ``episodes`` are the options of the rollouts. ``options`` are the agent's own, passed to its function as keyword
+    arguments. Raises ValueError for an agent that cannot be loaded or does not take these options.
+    """
     check_whole_distribution(episodes.gen)
     limits = Limits(episodes.max_turns, episodes.max_total_tokens, episodes.gen.max_new_tokens)
     if not name and options:
@@ -495,7 +542,7 @@ def make_agent(
 
 
 def check_whole_distribution(gen: GenConfig) -> None:
-    """Raise ValueError for sampling options with which no policy gradient can be computed."""
+    """Raise ValueError for sampling options that truncate the distribution: the policy gradient needs all of it."""
     if cut := gen.truncations():
         raise ValueError(
             f"gen.{', gen.'.join(cut)}: training samples from the whole distribution (top_p=1, top_k=0, "

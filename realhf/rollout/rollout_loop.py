@@ -1,4 +1,10 @@
-"""Runs a rollout worker: takes a sample, plays it, encodes it and streams it, again (docs/reference/dataflow.md 9)."""
+"""Loop of a rollout worker: lease a sample, play it, encode it and stream it (docs/reference/dataflow.md 9).
+
+``RolloutLoop.run``
+  produces: streamed samples, and results of evaluation shares;
+  waits for: leases of the master while a player is idle, otherwise for the samples in play;
+  unblocked by: a lease or, every ``HOLD_S`` seconds, an empty answer; the samples' deadlines; credits of the stream.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +31,7 @@ from realhf.api.model import CallContext
 from realhf.api.trace import Tracer
 from realhf.registry import interfaces
 from realhf.rollout.feedback import Feedback
-from realhf.rollout.group_player import GroupFailed, GroupPlayer, PlayedGroup, within
+from realhf.rollout.group_player import GroupFailed, GroupPlayer, PlayedGroup, play_within_deadline
 from realhf.rollout.rollout_sample import outcomes_to_sample, transcript
 from realhf.transport.codec import encode_sample
 from realhf.transport.errors import ProtocolError
@@ -33,11 +39,11 @@ from realhf.transport.service import ServiceClient
 
 
 class SampleEncoder:
-    """Encodes played groups. ``calls`` are run on every sample, in order: inferences that need no weights, such as the
-    reward.
+    """Encoder of played groups as frames for the stream.
 
-    ``turns``: with the keys ``TURN_KEYS``. ``feedback``: with ``feedback_prompt_ids``, as it tells rollouts.
-    ``transcripts``: of every ``batch_size`` samples this many carry the text of their first rollout.
+    ``calls`` are run on every sample, in order: inferences that need no weights, such as the reward. ``turns`` adds the
+    keys of turns. ``feedback`` adds ``feedback_prompt_ids``. Of every ``batch_size`` samples, ``transcripts`` carry the
+    text of their first rollout.
     """
 
     def __init__(
@@ -54,50 +60,57 @@ class SampleEncoder:
         self._feedback = feedback
         self._calls = [(call, interfaces.get(call.interface)(**call.interface_args)) for call in calls]
         self._context = context
-        self._min_group_size, self._turns = min_group_size, turns
-        self._transcripts, self._batch_size = transcripts, batch_size
+        self._min_group_size = min_group_size
+        self._turns = turns
+        self._transcripts = transcripts
+        self._batch_size = batch_size
 
     def __call__(self, lease: RolloutLease, played: PlayedGroup) -> list[Any]:
-        """Return the frames of the sample; metadata ``rollout`` is JSON of ``PlayedGroup.statistics``."""
-        told = self._feedback
+        """Return the frames of the sample. Its metadata ``rollout`` is the JSON of ``PlayedGroup.statistics``."""
+        outcomes = played.outcomes if self._feedback is None else self._feedback(played.outcomes)
         sample = outcomes_to_sample(
             [lease.id],
-            [played.outcomes if told is None else told(played.outcomes)],
+            [outcomes],
             min_group_size=self._min_group_size,
             turns=self._turns,
-            feedback=told is not None,
+            feedback=self._feedback is not None,
         )
         for call, interface in self._calls:
             outputs, _ = interface.inference(None, sample.select(call.input_keys), self._context)
             sample = sample.update(outputs)
-        shown = lease.order % self._batch_size < self._transcripts
-        notes = {
+        has_transcript = lease.order % self._batch_size < self._transcripts
+        metadata = {
             "rollout": [json.dumps(played.statistics(), separators=(",", ":"))],
-            "episode": [transcript(played.outcomes[0], header=f"sample {lease.id}") if shown else ""],
+            "episode": [transcript(played.outcomes[0], header=f"sample {lease.id}") if has_transcript else ""],
         }
-        return encode_sample(sample.annotated(notes))
+        return encode_sample(sample.annotated(metadata))
 
 
 _log = logging.getLogger(__name__)
 HOLD_S = 30.0
-"""Seconds that the master may hold a request for samples before it has to answer that there are none yet."""
+"""Seconds for which the master may hold a request for samples before it must answer that there are none yet."""
 Encode = Callable[[RolloutLease, PlayedGroup], Sequence[Any]]
-"""Encodes a finished sample as the frames that are streamed."""
+"""Encodes a finished sample as frames for the stream."""
 
 
 class Stream(Protocol):
-    """Takes finished samples; ``StreamProducer`` is one."""
+    """Sink of finished samples, such as ``StreamProducer``."""
 
     async def push(self, id: str, attempt: int, frames: Sequence[Any], *, timeout_s: float) -> None:
         """Wait for a credit and send one attempt at a sample. The buffers must not change until it is acknowledged.
-        Raises TimeoutError without a credit within ``timeout_s``, ProtocolError when the frames exceed the limits of
-        the wire."""
+
+        Raises TimeoutError without a credit within ``timeout_s`` seconds, and ProtocolError if the frames exceed the
+        limits of the wire.
+        """
         ...
 
 
 class RolloutLoop:
-    """Runs one sample on each player at a time. When an episode fails, a player breaks or a sample cannot be encoded,
-    this attempt ends and is reported to the master; the loop goes on."""
+    """Loop that plays one sample at a time on each player.
+
+    If a group or a player fails, or a sample cannot be encoded, the attempt is reported to the master as failed and the
+    loop goes on.
+    """
 
     def __init__(
         self,
@@ -109,19 +122,26 @@ class RolloutLoop:
         tracer: Tracer,
         timeout_s: float,
     ) -> None:
-        self._control, self._stream, self._encode = control, stream, encode
+        self._control = control
+        self._stream = stream
+        self._encode = encode
         self._idle = list(players)
         self._players = {id(player): (player, f"player {number}") for number, player in enumerate(players)}
-        self._tracer, self._timeout_s = tracer, timeout_s
+        """Every player with its name in traces, by identity."""
+        self._tracer = tracer
+        self._timeout_s = timeout_s
         self._playing: set[asyncio.Task[None]] = set()
-        self._freed = asyncio.Event()
+        self._player_idle = asyncio.Event()
         self.played = 0
+        """Number of samples that were streamed."""
 
     async def run(self) -> None:
-        """Work until the master gives no more samples; then what is in play is finished. Raises TransportError when
-        master or stream are lost."""
+        """Play until the master has no more samples, then finish the samples in play.
+
+        Raises TransportError when the master or the stream is lost.
+        """
         try:
-            while await self._take():
+            while await self._take_leases():
                 pass
             while self._playing:
                 await asyncio.wait(self._playing, return_when=asyncio.FIRST_COMPLETED)
@@ -132,18 +152,18 @@ class RolloutLoop:
             await asyncio.gather(*self._playing, return_exceptions=True)
             await asyncio.gather(*(player.close() for player, _ in self._players.values()), return_exceptions=True)
 
-    async def _take(self) -> bool:
-        """Ask for as many samples as there are idle players; returns False when there are no more."""
+    async def _take_leases(self) -> bool:
+        """Request a sample for each idle player and start to play; return False when there are no more samples."""
         while not self._idle:
-            self._freed.clear()
-            await self._freed.wait()
+            self._player_idle.clear()
+            await self._player_idle.wait()
         self._raise_failures()
         request = AllocateRequest(len(self._idle), HOLD_S)
         answer = await self._control.ask(ALLOCATE, request, timeout_s=HOLD_S + self._timeout_s)
         for lease in answer.leases or ():
-            self._playing.add(asyncio.create_task(self._one(self._idle.pop(), lease)))
+            self._playing.add(asyncio.create_task(self._play_sample(self._idle.pop(), lease)))
         for part in answer.evaluation:
-            self._playing.add(asyncio.create_task(self._share(self._idle.pop(), part)))
+            self._playing.add(asyncio.create_task(self._play_share(self._idle.pop(), part)))
         return answer.leases is None or bool(answer.leases)
 
     def _raise_failures(self) -> None:
@@ -151,22 +171,23 @@ class RolloutLoop:
             self._playing.discard(task)
             task.result()
 
-    async def _one(self, player: GroupPlayer, lease: RolloutLease) -> None:
-        began = time.time_ns()
+    async def _play_sample(self, player: GroupPlayer, lease: RolloutLease) -> None:
+        started_ns = time.time_ns()
         try:
-            frames = await self._finished(player, lease)
+            frames = await self._play_and_encode(player, lease)
             if frames is not None:
                 await self._push(lease, frames)
         finally:
-            self._tracer.record(
-                "sample", began, time.time_ns(), line=self._players[id(player)][1], id=lease.id, attempt=lease.attempt
-            )
+            line = self._players[id(player)][1]
+            self._tracer.record("sample", started_ns, time.time_ns(), line=line, id=lease.id, attempt=lease.attempt)
             self._idle.append(player)
-            self._freed.set()
+            self._player_idle.set()
 
-    async def _share(self, player: GroupPlayer, part: EvaluationPart) -> None:
-        """Play a share of an evaluation and tell the master."""
-        began, results, error = time.time_ns(), list[EpisodeResult](), ""
+    async def _play_share(self, player: GroupPlayer, part: EvaluationPart) -> None:
+        """Play a share of an evaluation and report its results to the master."""
+        started_ns = time.time_ns()
+        results: list[EpisodeResult] = []
+        error = ""
         try:
             async with asyncio.timeout(part.deadline_s):
                 results = await player.evaluate(part)
@@ -180,19 +201,21 @@ class RolloutLoop:
             await self._control.ask(EVALUATED, request, timeout_s=self._timeout_s)
         finally:
             line = self._players[id(player)][1]
-            self._tracer.record("evaluation", began, time.time_ns(), line=line, part=part.part, version=part.version)
+            self._tracer.record(
+                "evaluation", started_ns, time.time_ns(), line=line, part=part.part, version=part.version
+            )
             self._idle.append(player)
-            self._freed.set()
+            self._player_idle.set()
 
-    async def _finished(self, player: GroupPlayer, lease: RolloutLease) -> Sequence[Any] | None:
-        """Return the frames of the sample; None when the attempt failed and the master knows."""
+    async def _play_and_encode(self, player: GroupPlayer, lease: RolloutLease) -> Sequence[Any] | None:
+        """Return the frames of the sample; None after a failure, which is reported to the master."""
         try:
-            return self._encode(lease, await within(player, lease))
+            return self._encode(lease, await play_within_deadline(player, lease))
         except GroupFailed as error:
-            await self._tell(lease, error.outcome, str(error))
+            await self._report_failure(lease, error.outcome, str(error))
         except Exception as error:
             _log.exception("sample %s failed", lease.id)
-            await self._tell(lease, "rejected", f"{type(error).__name__}: {error}")
+            await self._report_failure(lease, "rejected", f"{type(error).__name__}: {error}")
         return None
 
     async def _push(self, lease: RolloutLease, frames: Sequence[Any]) -> None:
@@ -200,10 +223,10 @@ class RolloutLoop:
             await self._stream.push(lease.id, lease.attempt, frames, timeout_s=self._timeout_s)
         except (ProtocolError, TimeoutError) as error:  # too large for the wire, or the trainer takes nothing
             _log.error("sample %s was not sent: %s", lease.id, error)
-            await self._tell(lease, "rejected", f"{type(error).__name__}: {error}")
+            await self._report_failure(lease, "rejected", f"{type(error).__name__}: {error}")
         else:
             self.played += 1
 
-    async def _tell(self, lease: RolloutLease, outcome: str, message: str) -> None:
+    async def _report_failure(self, lease: RolloutLease, outcome: str, message: str) -> None:
         request = RejectedRequest(lease.id, lease.attempt, outcome, message)
         await self._control.ask(REJECTED, request, timeout_s=self._timeout_s)

@@ -205,7 +205,7 @@ def slot(opening: Any, answer: Any = ()) -> str:
     async def play() -> None:
         limits: dict[str, Any] = {"message_timeout_s": 5.0, "patience_s": 0.0, "deterministic": True}
         environment = SlotEnvironment("raw", lambda: Raw(opening, answer), **limits)
-        environment.begin(0)
+        environment.prepare(0)
         await environment.reset({}, seed=0)
         await environment.step(AssistantMessage("x"))
 

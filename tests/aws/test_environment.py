@@ -60,7 +60,7 @@ def slot(url: str, retries: int, *, message_timeout_s: float = 60.0) -> SlotEnvi
     env = SlotEnvironment(
         "aws", lambda: AwsEnvironment(url), message_timeout_s=message_timeout_s, patience_s=2.0, deterministic=True
     )
-    env.begin(retries)
+    env.prepare(retries)
     return env
 
 

@@ -87,7 +87,7 @@ TOLD: Mapping[str, str] = MappingProxyType(
         "rollout.message_timeout_s": "how long a message to the environment waits (tests/rollout/test_player.py)",
         "rollout.sessions": "how many play at once, not what (tests/rollout/test_black_box_agent.py)",
         "rollout.agent": "who plays in rollout workers (tests/rollout/test_black_box_agent.py)",
-        "rollout.keep_reasoning": "what the policy reads of its reasoning (tests/rollout/test_forgetful_speaker.py)",
+        "rollout.keep_reasoning": "what prompts keep of reasoning (tests/rollout/test_truncating_conversation.py)",
         "evaluation.every_steps": "when the master evaluates (tests/workers/test_master_worker.py)",
         "rpc.call_timeout_s": f"how long a call waits; {UNSHOWN}",
         "monitor.episodes_per_step": f"how many episodes of a step are written as text; {UNSHOWN}",

@@ -43,7 +43,7 @@ async def play(
     env = SlotEnvironment(
         "aws", lambda: AwsEnvironment(server.url), message_timeout_s=5.0, patience_s=0.0, deterministic=True
     )
-    env.begin(retries)
+    env.prepare(retries)
     try:
         return await agent.play(env, WANTED, tokens, 2)
     finally:

@@ -23,11 +23,11 @@ from realhf.env.loader.tasks import SeedTaskSet
 from realhf.monitor.metrics import evaluation_metrics, public_names
 from realhf.monitor.run_files import append_episodes
 from realhf.rollout.episode import (
+    Conversation,
     EpisodeRequest,
     Limits,
-    PolicySpeaker,
+    RecordingEnvironment,
     TokenBuffer,
-    Witness,
     play_episode,
     state_number,
 )
@@ -79,8 +79,8 @@ def test_what_breaks_the_accounting_is_refused() -> None:
 
 async def test_a_witness_passes_everything_on_and_keeps_the_answers_of_the_last_episode() -> None:
     world = World()
-    env: Environment = Witness(Scripted(world))
-    assert isinstance(env, Witness)
+    env: Environment = RecordingEnvironment(Scripted(world))
+    assert isinstance(env, RecordingEnvironment)
     for seed in (1, 2):
         opening = await env.reset({"text": f"task {seed}"}, seed=seed)
         assert env.opening is opening and env.turns == []
@@ -140,7 +140,7 @@ async def play(
 ) -> RolloutOutcome:
     spec = (world or World()).spec()
     env = SlotEnvironment(spec.name, lambda: spec.make(""), message_timeout_s=5.0, patience_s=0.0, deterministic=True)
-    speaker = PolicySpeaker(WordChat(), limits, engine, slot=4, seed=77)
+    speaker = Conversation(WordChat(), limits, engine, slot=4, seed=77)
     wanted = EpisodeRequest(0, Task("t-1", "easy", {"text": "do it", **task}, seed=11, max_turns=turns))
     return await play_episode(env, wanted, speaker, limits.max_turns)
 
@@ -189,7 +189,7 @@ async def test_many_long_answers_are_cut_until_a_turn_fits() -> None:
             lambda env, message, told=answers: Turn([*told, {"role": "user", "content": "short"}], reward=0.0)
         )
         engine = Engine(said("aws s3 ls"))
-        speaker = PolicySpeaker(Counting(), Limits(2, 200, 20), engine, slot=4, seed=77)
+        speaker = Conversation(Counting(), Limits(2, 200, 20), engine, slot=4, seed=77)
         outcome = await play_episode(world.spec().make(""), EpisodeRequest(0, Task("t-1", payload={})), speaker, 2)
         assert outcome.status == "max_turns" and len(engine.asked) == 2
         read = "".join(map(chr, engine.asked[1].token_ids[6 + 10 + 1 : -1]))

@@ -165,7 +165,7 @@ def test_an_error_of_the_engine_is_raised_and_the_player_goes_on() -> None:
 
 
 def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realhf.rollout.blocking_player._LOOK_S", 0.05)
+    monkeypatch.setattr("realhf.rollout.blocking_player._CHECK_S", 0.05)
     over, look = threading.Event(), BlockingPlayer._look
 
     def looked(player: BlockingPlayer) -> None:
@@ -213,7 +213,7 @@ FAILED = {kind: EnvironmentFailure(kind, "why") for kind in ("unavailable", "tim
 def slot(world: World, retries: int = 0, **options: Any) -> SlotEnvironment:
     options = {"message_timeout_s": 5.0, "patience_s": 0.0, "deterministic": True, **options}
     env = SlotEnvironment("scripted", lambda: Scripted(world), **options)
-    env.begin(retries)
+    env.prepare(retries)
     return env
 
 

@@ -22,8 +22,8 @@ from realhf.rollout.group_player import (
     GroupPlayer,
     PlayedGroup,
     failure_policy,
+    play_within_deadline,
     sampling_seed,
-    within,
 )
 from realhf.rollout.player import Player, TurnAgent
 from realhf.rollout.rollout_loop import RolloutLoop
@@ -265,10 +265,10 @@ async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_to
     played = replace(world.spec(), tasks=lambda split: TwoTasks())
     own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), "be brief"), N, patience_s=0.0)
     one = group_player(own, Words(), failure_policy("minimum_group", 0, 2), played, kept)
-    await within(one, lease())
+    await play_within_deadline(one, lease())
     hang[0] = True
     with pytest.raises(GroupFailed):
-        await within(one, lease(0.3))
+        await play_within_deadline(one, lease(0.3))
     hang[0] = False
     await one.evaluate(share(0, 2, greedy=True))
     await one.close()
@@ -303,8 +303,8 @@ def fails(*members: int, kind: str = "internal") -> World:
 async def test_rollouts_come_in_order_each_with_its_row_and_its_random_numbers() -> None:
     tokens = Words()
     one = player(World(), tokens)
-    played = await within(one, lease())
-    again = await within(one, lease())
+    played = await play_within_deadline(one, lease())
+    again = await play_within_deadline(one, lease())
     await one.close()
     assert [o.task_id for o in played.outcomes] == [o.task_id for o in again.outcomes] == ["t-1"] * N
     assert [(o.seed, o.group, o.task_text) for o in played.outcomes] == [(5, "easy", "do it")] * N
@@ -349,9 +349,9 @@ async def test_after_a_deadline_the_same_slots_play_the_next_sample() -> None:
 
     one = player(World(once))
     with pytest.raises(GroupFailed, match=r"not over after 0\.3 s") as failed:
-        await within(one, lease(0.3))
+        await play_within_deadline(one, lease(0.3))
     assert failed.value.outcome == "timeout"
-    assert len((await within(one, lease())).outcomes) == N
+    assert len((await play_within_deadline(one, lease())).outcomes) == N
     await one.close()
 
 

@@ -37,20 +37,20 @@ from realhf.aws.tasks.loader import TEMPLATE_SPLITS
 from realhf.aws.tasks.task import TaskError
 from realhf.base import event_loops
 from realhf.base.files import whole_file
-from realhf.rollout.episode import EpisodeRequest, Witness, play_episode
+from realhf.rollout.episode import EpisodeRequest, RecordingEnvironment, play_episode
 from realhf.rollout.player import NO_TOKENS, Player
 
 
 class ScriptSpeaker:
-    """A ``Speaker`` that sends the lines of a script instead of sampling from a model.
+    """A ``TurnSource`` that sends the lines of a script instead of sampling from a model.
 
     ``recorder`` holds the episode so far; it supplies the outputs that later lines refer to.
     """
 
     tokens = None
-    cut = False
+    last_turn_cut = False
 
-    def __init__(self, script: Script, recorder: Witness) -> None:
+    def __init__(self, script: Script, recorder: RecordingEnvironment) -> None:
         self._lines = script.lines
         self._recorder = recorder
         self._outputs: list[str] = []
@@ -61,7 +61,7 @@ class ScriptSpeaker:
     def open(self, opening: Opening) -> None:
         """Do nothing: a script does not depend on the opening."""
 
-    async def speak(self) -> AssistantMessage:
+    async def next_turn(self) -> AssistantMessage:
         """Return the next command of the script, with its captures filled in."""
         line = self._lines[len(self._sent)]
         if line.number == 1:
@@ -71,7 +71,7 @@ class ScriptSpeaker:
         self._sent.append({"role": "assistant", "content": command} | ({} if line.learned else {"train": False}))
         return AssistantMessage(command, text=command)
 
-    def hear(self, messages: Sequence[ChatMessage]) -> bool:
+    def observe(self, messages: Sequence[ChatMessage]) -> bool:
         """Store the output of the command for the captures of later lines; always return True
         (continue)."""
         if self._lines[len(self._sent) - 1].number:
@@ -127,7 +127,7 @@ class AwsScriptAgent:
         """
         script = self._scripts[wanted.index]
         task = script.task
-        recorder = Witness(env)
+        recorder = RecordingEnvironment(env)
         speaker = ScriptSpeaker(script, recorder)
         outcome = await play_episode(recorder, wanted, speaker, len(script.lines))
         if outcome.valid:

@@ -63,7 +63,7 @@ async def test_a_real_episode_is_resumed_where_its_session_was_lost(server: EnvS
         said = [AssistantMessage(command, text=command) for command in ("aws iam list-users", *task.solution)]
         played = []
         for losses in (0, 1):
-            env.begin(1)
+            env.prepare(1)
             opening = await env.reset({"task": task.to_json(), "chaos": True}, seed=task.seed)
             assert opening.messages == [{"role": "user", "content": task.description}]
             turns = [await env.step(message) for message in said[:-1]]

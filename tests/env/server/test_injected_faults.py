@@ -89,7 +89,7 @@ async def test_an_episode_that_resumes_does_not_notice() -> None:
         env = SlotEnvironment(
             "aws", lambda: AwsEnvironment(url), message_timeout_s=60, patience_s=60, deterministic=True
         )
-        env.begin(30)
+        env.prepare(30)
         await env.reset({}, seed=1)
         said = [AssistantMessage(f"aws {n}", text=f"aws {n}") for n in range(8)]
         answers = [(await env.step(message)).messages[0]["content"] for message in said]
