@@ -38,7 +38,7 @@ from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.base.process import settle
 from realhf.dataflow.weight_proof import HeldWeights, WeightProbe, probe_ids
 from realhf.monitor.trace import open_trace
-from realhf.rollout.generation_client import answer_of, request_of
+from realhf.rollout.generation_client import build_answer, build_request
 from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.roster import WorkerInfo
 from realhf.transport.rpc_worker import RpcWorker
@@ -257,9 +257,9 @@ class GenerationWorker:
                 if isinstance(output, Exception):
                     request.fail(output)
                 else:
-                    request.reply(GENERATE.pack_answer(answer_of(output)))
+                    request.reply(GENERATE.pack_answer(build_answer(output)))
 
-            gen_request = request_of(message, slot)
+            gen_request = build_request(message, slot)
             if gen_request.pinned_version >= 0:
                 self._pinned.submit(gen_request, self._gen, self._stop_ids, done)
                 return

@@ -1,8 +1,8 @@
-"""Plays the scripted solver of an environment and writes what was said as demonstrations, one JSON object per line.
+"""Play the scripted solver of an environment and write the conversations as demonstrations, one JSON object per line.
 
     python -m realhf.rollout.demonstrations sql --out episodes.jsonl --request '{"episodes_per_task": 20, "seed": 1}'
 
-Every answer is what the environment really said. A script that does not end as it should ends the program: a wrong
+All answers come from the environment itself. The program fails if a script does not end as expected, because a wrong
 demonstration would teach a wrong habit.
 """
 
@@ -37,26 +37,29 @@ from realhf.rollout.episode import EpisodeRequest, play_episode
 from realhf.rollout.player import NO_TOKENS, Player
 
 SCRIPT_FAMILY = HERMES
-"""How the turns of a ``Demonstration`` write calls, whatever the model is that learns from them."""
+"""Syntax of the calls in the turns of a ``Demonstration``, independent of the model that learns from them."""
 
 
-def script_message(said: AssistantMessage) -> dict[str, Any]:
-    """Return a turn of a script as a message of the chat API, with its calls as ``tool_calls``: the template of the
-    model that learns from it writes them in its own way. Raises ValueError for a call that cannot be read."""
-    if not said.tool_calls:
-        return {"role": "assistant", "content": said.text}
-    if problem := next((call.problem for call in said.tool_calls if call.problem), ""):
-        raise ValueError(f"a script writes a call that cannot be read ({problem}): {said.text!r}")
-    thought = f"<think>\n{said.reasoning}\n</think>\n\n" if said.reasoning else ""
+def script_message(turn: AssistantMessage) -> dict[str, Any]:
+    """Return a turn of a script as a message of the chat API.
+
+    Its calls are in ``tool_calls``, so that the template of the model that learns from it renders them in its own
+    syntax. Raises ValueError for a call that cannot be parsed.
+    """
+    if not turn.tool_calls:
+        return {"role": "assistant", "content": turn.text}
+    if problem := next((call.problem for call in turn.tool_calls if call.problem), ""):
+        raise ValueError(f"a script writes a call that cannot be read ({problem}): {turn.text!r}")
+    thought = f"<think>\n{turn.reasoning}\n</think>\n\n" if turn.reasoning else ""
     calls = [
         {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for call in said.tool_calls
+        for call in turn.tool_calls
     ]
-    return {"role": "assistant", "content": thought + said.content, "tool_calls": calls}
+    return {"role": "assistant", "content": thought + turn.content, "tool_calls": calls}
 
 
-class Script:
-    """Speaks the turns of a demonstration, and writes the conversation down. A ``TurnSource`` without tokens."""
+class ScriptedTurns:
+    """``TurnSource`` without tokens that plays the turns of a demonstration and records the conversation."""
 
     tokens = None
     last_turn_cut = False
@@ -65,40 +68,41 @@ class Script:
         self.messages: list[dict[str, Any]] = []
         self.tools: Sequence[Mapping[str, Any]] = ()
         self._turns = [*demonstration.turns]
-        self._learned = [*(demonstration.learned or (True,) * len(demonstration.turns))]
+        self._is_learned = [*(demonstration.learned or (True,) * len(demonstration.turns))]
 
     def open(self, opening: Opening) -> None:
-        """See ``TurnSource``."""
+        """Record the opening."""
         self.messages = [dict(message) for message in opening.messages]
         self.tools = opening.tools
 
     async def next_turn(self) -> AssistantMessage:
-        """See ``TurnSource``."""
+        """Return and record the next turn of the script."""
         text = self._turns.pop(0)
-        learned = self._learned.pop(0)
-        said = parse_turn(text, SCRIPT_FAMILY)
-        self.messages.append(script_message(said) | ({} if learned else {"train": False}))
-        return said
+        is_learned = self._is_learned.pop(0)
+        turn = parse_turn(text, SCRIPT_FAMILY)
+        self.messages.append(script_message(turn) | ({} if is_learned else {"train": False}))
+        return turn
 
     def observe(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """See ``TurnSource``."""
+        """Record the environment's answer; return whether the script has another turn."""
         self.messages += [dict(message) for message in messages]
         return bool(self._turns)
 
 
 class ScriptAgent:
-    """Plays demonstrations and keeps their rows: task, kind, messages, tools, whether it succeeded, reward. See
-    ``EpisodeAgent``."""
+    """``EpisodeAgent`` that plays demonstrations and collects a row for each: task, kind, messages, tools, success and
+    reward."""
 
     def __init__(self, scripts: Sequence[Demonstration], on_row: Callable[[], None]) -> None:
         self.rows: dict[int, dict[str, Any]] = {}
-        self._scripts, self._on_row = scripts, on_row
+        self._scripts = scripts
+        self._on_row = on_row
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """See ``EpisodeAgent``. Raises RuntimeError for a script that does not end as it should."""
+        """Play the script of a request and add its row. Raises RuntimeError if it does not end as expected."""
         script = self._scripts[wanted.index]
-        speaker = Script(script)
-        outcome = await play_episode(env, wanted, speaker, len(script.turns))
+        turns = ScriptedTurns(script)
+        outcome = await play_episode(env, wanted, turns, len(script.turns))
         if not outcome.valid or outcome.achieved is not script.succeeds:
             raise RuntimeError(
                 f"the {script.kind} of task {script.task.id} ended as {outcome.status} "
@@ -109,8 +113,8 @@ class ScriptAgent:
             "group": script.task.group,
             "seed": script.task.seed,
             "kind": script.kind,
-            "messages": speaker.messages,
-            "tools": [*speaker.tools],
+            "messages": turns.messages,
+            "tools": [*turns.tools],
             "achieved": outcome.achieved,
             "reward": outcome.reward,
         }
@@ -118,8 +122,8 @@ class ScriptAgent:
         return outcome
 
 
-async def played(spec: EnvironmentSpec, scripts: Sequence[Demonstration]) -> list[dict[str, Any]]:
-    """Return a row per script, in their order. Raises RuntimeError for a script that does not end as it should."""
+async def play_demonstrations(spec: EnvironmentSpec, scripts: Sequence[Demonstration]) -> list[dict[str, Any]]:
+    """Play the scripts and return a row for each, in order. Raises RuntimeError if one does not end as expected."""
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task(f"playing demonstrations of {spec.name}", total=len(scripts))
         agent = ScriptAgent(scripts, lambda: progress.advance(bar))
@@ -142,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if spec.demonstrate is None:
             raise ValueError(f"the environment {spec.name} has no scripted solver")
         request = DemonstrationRequest(**{"episodes_per_task": 20, "seed": 0, **args.request})
-        rows = event_loops.run(played(spec, [*spec.demonstrate(request)]))
+        rows = event_loops.run(play_demonstrations(spec, [*spec.demonstrate(request)]))
     except (ValueError, TypeError, RuntimeError) as error:
         print(f"demonstrations: {error}", file=sys.stderr)
         return 1

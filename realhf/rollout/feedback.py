@@ -1,5 +1,7 @@
-"""Puts what became of an attempt into its prompt: errors that the environment told, or how another rollout of the group
-solved the task. The policy that reads it judges the attempt better than the one that made it (self-distillation).
+"""Feedback prompts for self-distillation: the prompt of an attempt extended by its errors or by a correct solution.
+
+The errors are those that the environment reported; the solution is that of another rollout of the group. With this
+prompt the policy serves as the teacher for the same attempt without it.
 
 Source: Hübotter et al. 2026, Reinforcement Learning via Self-Distillation (SDPO), its reprompting.
 """
@@ -17,67 +19,78 @@ from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.base.text import shorten
 
 _ATTEMPTS = 6
-"""How often a text is cut shorter before it is left out."""
-_FEWEST_CHARS = 16
+"""Attempts at shortening a text before it is left out."""
+_MIN_CHARS = 16
+"""Shortest text, in characters, that is worth adding."""
 _ERROR_STARTS = ("error:", '{"error"', "{'error'")
-"""What the policy did wrong is told in a message that begins so (``realhf.api.environment.Turn``)."""
+"""Starts of the messages in which an environment reports an error of the policy (``realhf.api.environment.Turn``)."""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """Tells the rollouts of a group. ``source``: errors, solved, or any (how another one solved it and, where none did,
-    the errors). A prompt grows by ``most_tokens`` at most, and with its row stays within ``max_total_tokens``."""
+    """Builder of the feedback prompts of a group."""
 
     chat: TemplateChat
+    """Chat template of the policy."""
     source: str
-    most_tokens: int
+    """``errors``, ``solved``, or ``any``: a solution of another rollout or, without one, the errors."""
+    max_added_tokens: int
+    """Tokens by which a prompt may grow."""
     max_total_tokens: int
+    """Limit of the prompt and its row together."""
 
     @staticmethod
     def of(options: RolloutOptions, chat: TemplateChat) -> Feedback | None:
-        """Return what ``options`` ask for; None where they ask for nothing."""
+        """Return the builder for the rollout options; None if they do not ask for feedback."""
         if not options.feedback:
             return None
         return Feedback(chat, options.feedback, options.feedback_tokens, options.max_total_tokens)
 
     def __call__(self, group: Sequence[RolloutOutcome]) -> list[RolloutOutcome]:
-        """Return the rollouts with ``feedback_prompt`` in every row that can be told something. Raises
-        ChatTemplateError."""
-        return [self._told(rollout, feedback_text(rollout, group, self.source)) for rollout in group]
+        """Return the rollouts with ``feedback_prompt`` set in every row that there is feedback for.
 
-    def _told(self, rollout: RolloutOutcome, text: str) -> RolloutOutcome:
+        Raises ChatTemplateError.
+        """
+        return [self._add_prompts(rollout, feedback_text(rollout, group, self.source)) for rollout in group]
+
+    def _add_prompts(self, rollout: RolloutOutcome, text: str) -> RolloutOutcome:
         if not text or not rollout.opening:
             return rollout
-        branches = tuple(replace(row, feedback_prompt=self._prompt(row, text)) for row in rollout.branches)
-        return replace(rollout, feedback_prompt=self._prompt(rollout, text), branches=branches)
+        branches = tuple(replace(row, feedback_prompt=self._build_prompt(row, text)) for row in rollout.branches)
+        return replace(rollout, feedback_prompt=self._build_prompt(rollout, text), branches=branches)
 
-    def _prompt(self, row: RolloutOutcome, text: str) -> list[int]:
-        """Return the prompt of a row with the text in it, [] where there is no room for it, or where the row does not
-        begin with what the environment opened."""
+    def _build_prompt(self, row: RolloutOutcome, text: str) -> list[int]:
+        """Return the prompt of a row with the text in it.
+
+        [] if there is no room for it, or if the row does not begin with the environment's opening.
+        """
         plain = self.chat.opening(row.opening, row.tools)
-        room = min(self.most_tokens, self.max_total_tokens - len(row.prompt_ids) - len(row.completion_ids))
+        room = min(self.max_added_tokens, self.max_total_tokens - len(row.prompt_ids) - len(row.completion_ids))
         if row.prompt_ids[: len(plain)] != plain:
             return []
         for _ in range(_ATTEMPTS):
-            told = self.chat.opening(_with(row.opening, text), row.tools)
-            grown = len(told) - len(plain)
-            if grown <= room:
-                return [*told, *row.prompt_ids[len(plain) :]]
-            if (size := len(text) * room // grown - 1) < _FEWEST_CHARS:
+            with_text = self.chat.opening(_append_text(row.opening, text), row.tools)
+            n_added = len(with_text) - len(plain)
+            if n_added <= room:
+                return [*with_text, *row.prompt_ids[len(plain) :]]
+            if (size := len(text) * room // n_added - 1) < _MIN_CHARS:
                 break
             text = shorten(text, size)
         return []
 
 
 def feedback_text(rollout: RolloutOutcome, group: Sequence[RolloutOutcome], source: str) -> str:
-    """Return what a rollout is told, "" for nothing: what the first other rollout of its ``group`` that solved the task
-    said; or, if it did not solve the task itself, its turns that the environment called an error."""
+    """Return the feedback for a rollout; "" if there is none.
+
+    It is the turns of the first other rollout of ``group`` that solved the task or, if this rollout did not solve it,
+    its turns with an error; ``source`` says which of them are allowed.
+    """
     if not rollout.valid:
         return ""
     solved = next((one for one in group if one is not rollout and one.valid and one.achieved), None)
     if source in (SOLVED, ANY) and solved is not None:
         return _section("A correct solution:", [turn.text for turn in solved.turns])
-    errors = [f"{turn.text}\n{turn.output}" for turn in rollout.turns if _failed(turn)]
+    errors = [f"{turn.text}\n{turn.output}" for turn in rollout.turns if _is_error(turn)]
     if source in (ERRORS, ANY) and errors and not rollout.achieved:
         return _section("Feedback on an earlier attempt that failed:", errors)
     return ""
@@ -87,12 +100,12 @@ def _section(head: str, parts: Sequence[str]) -> str:
     return "\n\n".join((head, "\n".join(parts), "Solve the task correctly."))
 
 
-def _failed(turn: PlayedTurn) -> bool:
+def _is_error(turn: PlayedTurn) -> bool:
     return any(str(message.get("content") or "").lstrip().startswith(_ERROR_STARTS) for message in turn.messages)
 
 
-def _with(opening: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
-    """Return the messages with a text behind the last one of the user."""
+def _append_text(opening: Sequence[ChatMessage], text: str) -> list[ChatMessage]:
+    """Return the messages with a text appended to the last one of the user."""
     last = max((n for n, message in enumerate(opening) if message.get("role") == "user"), default=len(opening) - 1)
     content = f"{opening[last].get('content') or ''}\n\n{text}"
     return [*opening[:last], {**opening[last], "content": content}, *opening[last + 1 :]]

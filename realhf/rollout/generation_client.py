@@ -1,6 +1,11 @@
-"""Gets tokens from generation workers: it decides which worker is asked, and what happens when one dies.
+"""Client of the generation workers: routing of requests, and failover when a worker dies.
 
 Source: docs/reference/dataflow.md 9.
+
+``GenerationClient.generate``
+  produces: the rest of a turn;
+  waits for: a registered worker, then its answer;
+  unblocked by: ``update``, the answer, the death of the worker (the request is sent to another one), or the timeout.
 """
 
 from __future__ import annotations
@@ -24,41 +29,50 @@ from realhf.transport.network import LOOPBACK, Network
 from realhf.transport.service import ServiceClient, ServiceError
 
 _ATTEMPTS = 3
-"""After this many errors of living workers a request is given up."""
+"""Errors of living workers after which a request is given up."""
 _DEATHS = 4
-"""After this many dead workers a request is given up: it may be what kills them, and the next must be spared."""
+"""Worker deaths after which a request is given up: the request may be the cause."""
 _RECONNECT_S = 1.0
-"""Seconds after a connection broke until a worker that is still registered is tried again."""
+"""Seconds after a broken connection until a worker that is still registered is tried again."""
 
 
 class _Worker:
-    """A generation worker as this client sees it."""
+    """Connection to a generation worker."""
 
     def __init__(self, client: ServiceClient) -> None:
         self.client = client
         self.tokens = 0
+        """Prompt tokens of the requests in flight."""
 
 
 class GenerationClient:
-    """Is a ``TokenSource`` over all generation workers of the roster.
+    """``TokenSource`` over all generation workers of the roster.
 
-    A slot stays with the worker that holds its keys and values; a new one goes to the worker with the fewest tokens in
-    hand. When a worker dies nothing is lost: the request holds all tokens so far and is sent to another, within
-    ``timeout_s`` of its start and a few times at most.
+    A slot stays with the worker that caches its keys and values; a new slot goes to the worker with the fewest tokens
+    in flight. When a worker dies, its requests, which hold all tokens so far, are sent to another worker, at most a few
+    times and within ``timeout_s`` of their start.
     """
 
     def __init__(self, name: str, run_id: str, *, timeout_s: float, network: Network = LOOPBACK) -> None:
-        self._name, self._run_id, self._timeout_s, self._network = name, run_id, timeout_s, network
+        self._name = name
+        self._run_id = run_id
+        self._timeout_s = timeout_s
+        self._network = network
         self._workers: dict[str, _Worker] = {}
+        """Connected workers by endpoint."""
         self._registered: dict[str, str] = {}
+        """Names of the registered workers by endpoint."""
         self._closed = False
         self._home: dict[int, str] = {}
+        """Endpoint of the worker of each slot."""
         self._changed = asyncio.Event()
+        """Set when a worker is connected, then replaced by a new event."""
         self._freeing: set[asyncio.Task[None]] = set()
         self.rerouted = 0
+        """Number of requests that were sent to another worker after a death."""
 
     def update(self, endpoints: Mapping[str, str]) -> None:
-        """Set which generation workers are registered now: name -> endpoint."""
+        """Set the registered generation workers: name -> endpoint."""
         self._registered = {} if self._closed else {endpoint: name for name, endpoint in endpoints.items()}
         for endpoint in set(self._workers) - set(self._registered):
             self._drop(endpoint, self._workers[endpoint])
@@ -66,18 +80,21 @@ class GenerationClient:
             self._connect(endpoint)
 
     async def generate(self, request: GenRequest, among: Collection[str] | None = None) -> GenOutput:
-        """Return the rest of a turn, from one of the generation workers with the names ``among``, where they are given.
-        Raises GenerationFailed."""
-        deadline, failures = process_clock.now() + self._timeout_s, 0
+        """Return the rest of a turn from one of the generation workers, if given one of the names ``among``.
+
+        Raises GenerationFailed.
+        """
+        deadline = process_clock.now() + self._timeout_s
+        failures = 0
         lost: set[str] = set()
-        asked = GenerateRequest(**{**vars(request), "token_ids": list(request.token_ids)})
+        message = GenerateRequest(**{**vars(request), "token_ids": list(request.token_ids)})
         while True:
-            endpoint = await self._endpoint(request.slot, deadline, among)
+            endpoint = await self._choose_endpoint(request.slot, deadline, among)
             worker = self._workers[endpoint]
             worker.tokens += len(request.token_ids)
             try:
-                left = max(0.0, deadline - process_clock.now())
-                answer = await worker.client.ask(GENERATE, asked, timeout_s=left)
+                remaining_s = max(0.0, deadline - process_clock.now())
+                answer = await worker.client.ask(GENERATE, message, timeout_s=remaining_s)
                 return GenOutput(**asdict(answer))
             except PeerLost as error:
                 self._drop(endpoint, worker)
@@ -95,37 +112,42 @@ class GenerationClient:
                 worker.tokens -= len(request.token_ids)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Forget the episodes in these slots: they are over. It is sent at once: what the next episode in a slot asks
-        for comes after it, and is not forgotten with the one before."""
+        """Free the cache of these slots, whose episodes have finished.
+
+        The messages are sent at once, so that they precede the requests of the next episodes in these slots.
+        """
         by_worker: dict[str, list[int]] = {}
         for slot in slots:
             endpoint = self._home.pop(slot, None)
             if endpoint in self._workers:
                 by_worker.setdefault(endpoint, []).append(slot)
-        for endpoint, mine in by_worker.items():
+        for endpoint, worker_slots in by_worker.items():
+            payload = pack_payload(FREE.pack(FreeRequest(worker_slots)))
             try:
-                answer = self._workers[endpoint].client.begin(FREE.name, pack_payload(FREE.pack(FreeRequest(mine))))
+                answer = self._workers[endpoint].client.begin(FREE.name, payload)
             except PeerLost:
                 continue
-            task = asyncio.create_task(self._answered(answer))
+            task = asyncio.create_task(self._await_answer(answer))
             self._freeing.add(task)
             task.add_done_callback(self._freeing.discard)
 
     def close(self) -> None:
-        """Close all connections; requests in flight and later ones fail."""
+        """Close all connections; running and later requests fail."""
         self._closed = True
         self.update({})
         self._wake()
 
-    async def _answered(self, request: asyncio.Future[Any]) -> None:
-        """Wait for the answer, whatever it is."""
+    async def _await_answer(self, request: asyncio.Future[Any]) -> None:
+        """Wait for the answer and ignore errors."""
         with contextlib.suppress(PeerLost, TimeoutError, ServiceError):
             await asyncio.wait_for(request, self._timeout_s)
 
-    async def _endpoint(self, slot: int, deadline: float, among: Collection[str] | None) -> str:
-        """Return the worker of a slot; waits for one to join where there is none. Raises GenerationFailed, at once when
-        none of ``among`` is registered."""
-        while not (allowed := self._connected(among)):
+    async def _choose_endpoint(self, slot: int, deadline: float, among: Collection[str] | None) -> str:
+        """Return the worker of a slot, after waiting until one is connected.
+
+        Raises GenerationFailed: after the deadline, or at once if none of ``among`` is registered.
+        """
+        while not (allowed := self._connected_endpoints(among)):
             if self._closed:
                 raise GenerationFailed("the client of the generation workers is closed")
             if among is not None and not set(among) & set(self._registered.values()):
@@ -141,23 +163,25 @@ class GenerationClient:
             self._home[slot] = home
         return home
 
-    def _connected(self, among: Collection[str] | None) -> list[str]:
-        """Return the endpoints of the workers that may be asked now."""
+    def _connected_endpoints(self, among: Collection[str] | None) -> list[str]:
+        """Return the endpoints of the connected workers that are allowed by ``among``."""
         return [end for end in self._workers if among is None or self._registered.get(end) in among]
 
     def _load(self, endpoint: str) -> tuple[int, str]:
         return self._workers[endpoint].tokens, endpoint
 
     def _connect(self, endpoint: str) -> None:
-        """Connect to a worker if it is registered and not connected."""
+        """Connect to a worker if it is registered and not yet connected."""
         if endpoint in self._registered and endpoint not in self._workers:
             client = ServiceClient(endpoint, self._registered[endpoint], self._name, self._run_id, self._network)
             self._workers[endpoint] = _Worker(client)
             self._wake()
 
     def _drop(self, endpoint: str, worker: _Worker) -> None:
-        """Close the connection to a worker; its requests fail with PeerLost. A later connection to the same worker
-        stays."""
+        """Close a connection, whose requests fail with PeerLost, and reconnect later if the worker is still registered.
+
+        A newer connection to the same endpoint is left alone.
+        """
         worker.client.close()
         if self._workers.get(endpoint) is worker:
             del self._workers[endpoint]
@@ -169,29 +193,32 @@ class GenerationClient:
 
 
 class ConstrainedTokens:
-    """Wraps a ``TokenSource`` whose requests get these ``fields``, of ``GenRequest``, whoever makes them. A
-    ``GenerationClient`` is asked for workers with the names ``among`` alone."""
+    """``TokenSource`` that sets ``fields`` of every ``GenRequest`` before it passes it on to ``tokens``.
+
+    With ``among``, ``tokens`` must be a ``GenerationClient``, which then uses only the workers of these names.
+    """
 
     def __init__(self, tokens: TokenSource, among: Collection[str] | None = None, **fields: Any) -> None:
-        self._tokens, self._fields = tokens, fields
+        self._tokens = tokens
+        self._fields = fields
         self._generate: Callable[..., Awaitable[GenOutput]] = tokens.generate
         self._among = () if among is None else (frozenset(among),)
 
     async def generate(self, request: GenRequest) -> GenOutput:
-        """See ``TokenSource``."""
+        """Return the rest of a turn. Raises GenerationFailed."""
         return await self._generate(replace(request, **self._fields), *self._among)
 
     def free(self, slots: Sequence[int]) -> None:
-        """See ``TokenSource``."""
+        """Free the cache of these slots."""
         self._tokens.free(slots)
 
 
-def answer_of(output: GenOutput) -> GenerateAnswer:
-    """Return what a generation worker replies; the client goes on with an aborted turn."""
+def build_answer(output: GenOutput) -> GenerateAnswer:
+    """Return the answer message of a generation worker. An aborted turn is "interrupted": the client continues it."""
     answer = GenerateAnswer(**vars(output))
     return msgspec.structs.replace(answer, finish_reason="interrupted") if output.finish_reason == "aborted" else answer
 
 
-def request_of(asked: GenerateRequest, slot: int) -> GenRequest:
-    """Return the request of a client, in a slot of the worker's own."""
-    return GenRequest(**{**asdict(asked), "slot": slot})
+def build_request(message: GenerateRequest, slot: int) -> GenRequest:
+    """Return the engine's request for a client's message, with the worker's own slot."""
+    return GenRequest(**{**asdict(message), "slot": slot})

@@ -1,4 +1,4 @@
-"""Packs rollout outcomes as the keys of a ``SequenceSample`` (docs/reference/dataflow.md 2), and as text."""
+"""Conversion of rollout outcomes into a ``SequenceSample`` (docs/reference/dataflow.md 2) and into text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from realhf.api.sample import Lengths, SequenceSample
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
-"""Control characters but ends of lines and tabs, marks of direction, what has no width, halves of characters: a
-terminal carries some of them out, others hide what stands beside them, and the last cannot be written to a file."""
+"""Characters to be escaped: control characters except line ends and tabs, direction marks, zero-width characters and
+lone surrogates. Terminals execute or hide some of them, and surrogates cannot be encoded."""
 
 
 def transcript(outcome: RolloutOutcome, *, header: str = "") -> str:
-    """Return the turns of an episode as text, with its outcome in the first line. It may be printed and written:
-    characters that nobody would see are named, as in ``\\x1b``."""
+    """Return the turns of an episode as text, with its outcome in the first line.
+
+    The text is safe to print and to write: invisible characters are escaped, as in ``\\x1b``.
+    """
     reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:.2f}"
     lines = [f"=== {header}: {outcome.group} task {outcome.task_id} (seed {outcome.seed}), {outcome.status}, {reward}"]
     if outcome.task_text:
@@ -34,16 +36,17 @@ def transcript(outcome: RolloutOutcome, *, header: str = "") -> str:
             lines.append(f"    {turn.output.strip()}")
     if outcome.message:
         lines.append(f"  {outcome.message}")
-    return _UNSEEN.sub(_named, "\n".join(lines).replace("\r\n", "\n"))
+    return _UNSEEN.sub(_escape, "\n".join(lines).replace("\r\n", "\n"))
 
 
-def _named(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()
 
 
 OUTCOME_CODES = {"internal": 3, "unavailable": 3, "lost": 3, "capacity": 3, "policy": 5, "timeout": 6, "agent": 7}
 """Codes of failed episodes in the key ``outcome``; 0 is a valid one (achieved or truncated)."""
 FILTERED = 2
+"""Code of a valid episode in a group with too few valid ones."""
 Array = np.ndarray[Any, Any]
 _KEYS = {
     "packed_input_ids": ("i64", "L"),
@@ -58,8 +61,9 @@ _KEYS = {
 }
 """Dtype and length rule of every key."""
 _TURN_KEYS = {"turn_ids": ("i32", "L"), "turn_rewards": ("f32", "turns"), "turn_states": ("i64", "turns")}
-"""Those that are made where they are asked for."""
-_ZERO, _UNKNOWN = array("f", [0.0]), array("i", [-1])
+"""The same for the optional keys about turns."""
+_NO_LOGPROB = array("f", [0.0])
+_NO_VERSION = array("i", [-1])
 
 
 def outcomes_to_sample(
@@ -70,28 +74,33 @@ def outcomes_to_sample(
     turns: bool = False,
     feedback: bool = False,
 ) -> SequenceSample:
-    """Return one sample per group of rollouts. A group with fewer than ``min_group_size`` valid rollouts trains
-    nothing.
+    """Return one sample for each group of rollouts.
 
-    Keys, one inner sequence of L tokens per rollout, and after it one for each of its branches: ``packed_input_ids``
-    i64 [L], ``prompt_mask`` and ``loss_mask`` bool [L], ``packed_logprobs`` f32 [L-1], ``packed_versions`` i32 [L-1],
-    ``env_rewards`` f32 [1], ``seq_no_eos_mask`` bool [1] (ended by a limit of tokens, not of turns), ``outcome`` u8
-    [1], ``rollout_index`` i32 [1] (its number in the group, which its branches have too). With ``turns`` also
-    ``turn_ids`` i32 [L], the number of each sampled token's turn and -1 elsewhere, and ``turn_rewards`` f32 and
-    ``turn_states`` i64 [turns of the episode, at least one]. With ``feedback`` also ``feedback_prompt_ids`` i64, the
-    prompt of the row with feedback in it, or a single -1. A failed rollout keeps its tokens but has no loss mask.
-    Metadata ``rewards`` and ``achieved`` are JSON lists, an entry per rollout, with null where a rollout failed;
-    ``branch_rewards`` is one of the rewards of all branches that did not.
+    A group with fewer than ``min_group_size`` valid rollouts has an empty loss mask, as has every failed rollout; both
+    keep their tokens. A sample has one inner sequence of L tokens for each rollout, followed by one for each of its
+    branches. Keys:
+
+    - ``packed_input_ids`` i64 [L]; ``prompt_mask``, ``loss_mask`` bool [L];
+    - ``packed_logprobs`` f32 [L-1]; ``packed_versions`` i32 [L-1];
+    - ``env_rewards`` f32 [1]; ``outcome`` u8 [1];
+    - ``seq_no_eos_mask`` bool [1]: ended by a limit of tokens, not of turns;
+    - ``rollout_index`` i32 [1]: number of the rollout in the group, the same for its branches;
+    - with ``turns``: ``turn_ids`` i32 [L], the turn of each sampled token and -1 elsewhere; ``turn_rewards`` f32 and
+      ``turn_states`` i64 [turns of the episode, at least one];
+    - with ``feedback``: ``feedback_prompt_ids`` i64, the prompt of the row with feedback in it, or a single -1.
+
+    The metadata ``rewards`` and ``achieved`` are JSON lists with an entry for each rollout, null for a failed one;
+    ``branch_rewards`` is a JSON list of the rewards of all valid branches.
     """
     import torch
 
     packed = _Packed()
-    coded = [_rows(group, min_group_size) for group in groups]
+    coded = [_coded_rows(group, min_group_size) for group in groups]
     for rows in coded:
         for outcome, code in rows:
             packed.add(outcome, code)
     rollouts = [outcome for rows in coded for outcome, _ in rows]
-    cut = [outcome.truncated for outcome in rollouts]
+    truncated = [outcome.truncated for outcome in rollouts]
     arrays: dict[str, Array] = {
         "packed_input_ids": np.asarray(packed.ids),
         "prompt_mask": np.frombuffer(packed.prompt_mask, dtype=np.bool_),
@@ -99,7 +108,7 @@ def outcomes_to_sample(
         "packed_logprobs": np.asarray(packed.logprobs),
         "packed_versions": np.asarray(packed.versions),
         "env_rewards": np.array([outcome.reward or 0.0 for outcome in rollouts], dtype=np.float32),
-        "seq_no_eos_mask": np.array(cut, dtype=np.bool_),
+        "seq_no_eos_mask": np.array(truncated, dtype=np.bool_),
         "outcome": np.array(packed.codes, dtype=np.uint8),
         ROLLOUT_KEY: np.array(
             [number for group in groups for number, one in enumerate(group) for _ in (one, *one.branches)],
@@ -116,8 +125,8 @@ def outcomes_to_sample(
     keys = _KEYS
     if turns:
         keys = _KEYS | _TURN_KEYS
-        more, counts = _turns([row for rows in coded for row in rows], packed)
-        arrays |= more
+        turn_arrays, counts = _pack_turns([row for rows in coded for row in rows], packed)
+        arrays |= turn_arrays
         by_rule["turns"] = Lengths(counts, offsets)
     if feedback:
         keys = keys | {FEEDBACK_PROMPT: ("i64", "feedback")}
@@ -148,33 +157,38 @@ def outcomes_to_sample(
 
 
 class _Packed:
-    """Collects the per-token columns of rollouts, one rollout after the other."""
+    """The columns of all tokens, for one rollout after the other."""
 
     def __init__(self) -> None:
         self.ids = array("q")
-        self.prompt_mask, self.loss_mask = bytearray(), bytearray()
-        self.logprobs, self.versions = array("f"), array("i")
+        self.prompt_mask = bytearray()
+        self.loss_mask = bytearray()
+        self.logprobs = array("f")
+        self.versions = array("i")
         self.codes: list[int] = []
         self.lengths: list[int] = []
 
     def add(self, outcome: RolloutOutcome, code: int) -> None:
-        """Append a rollout. Only one with code 0 trains. It has at least one token, so that a rollout that failed
-        before its first prompt keeps its place. Position t of the shifted columns describes the prediction of token
-        t+1."""
-        prompt, completion = len(outcome.prompt_ids), len(outcome.completion_ids)
-        length = prompt + completion or 1
+        """Append a rollout; only with code 0 it has a loss mask.
+
+        A rollout that failed before its first prompt gets one token, so that it is not empty. Position t of the
+        shifted columns is about the prediction of token t+1.
+        """
+        n_prompt = len(outcome.prompt_ids)
+        n_completion = len(outcome.completion_ids)
+        length = n_prompt + n_completion or 1
         self.ids += array("q", outcome.prompt_ids)
         self.ids += array("q", outcome.completion_ids)
-        if not prompt + completion:
+        if not n_prompt + n_completion:
             self.ids.append(0)
-        self.prompt_mask += b"\1" * prompt + bytes(length - prompt)
-        trains = code == 0
-        before = length - completion if trains else length
-        self.loss_mask += bytes(before)
-        self.logprobs += _ZERO * (before - 1)
-        self.versions += _UNKNOWN * (before - 1)
-        if trains:
-            first = 0 if before else 1
+        self.prompt_mask += b"\1" * n_prompt + bytes(length - n_prompt)
+        is_trained = code == 0
+        n_before = length - n_completion if is_trained else length
+        self.loss_mask += bytes(n_before)
+        self.logprobs += _NO_LOGPROB * (n_before - 1)
+        self.versions += _NO_VERSION * (n_before - 1)
+        if is_trained:
+            first = 0 if n_before else 1  # without a prompt the first token has no prediction
             self.loss_mask += bytes(outcome.loss_mask)
             self.logprobs += array("f", outcome.logprobs[first:])
             self.versions += array("i", outcome.versions[first:])
@@ -182,31 +196,35 @@ class _Packed:
         self.lengths.append(length)
 
 
-def _turns(rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed) -> tuple[dict[str, Array], Array]:
-    """Return ``turn_ids``, ``turn_rewards`` and ``turn_states`` of all rows, and how many rewards each has. A row that
-    does not train has no turn; it has one reward of 0, so that none is empty."""
+def _pack_turns(rows: Sequence[tuple[RolloutOutcome, int]], packed: _Packed) -> tuple[dict[str, Array], Array]:
+    """Return ``turn_ids``, ``turn_rewards`` and ``turn_states`` of all rows, and the number of rewards of each row.
+
+    A row that is not trained on has no turns and one reward of 0, so that no row is empty.
+    """
     ids = np.full(len(packed.ids), -1, dtype=np.int32)
-    rewards, states = array("f"), array("q")
+    rewards = array("f")
+    states = array("q")
     counts = []
     end = 0
     for (outcome, code), length in zip(rows, packed.lengths, strict=True):
         end += length
-        own = list(outcome.turn_rewards) if code == 0 else []
-        if own:
+        turn_rewards = list(outcome.turn_rewards) if code == 0 else []
+        if turn_rewards:
+            # Number of turns that begin at each position; their running sum numbers the turn of each token.
             begins = np.zeros(len(outcome.completion_ids) + 1, dtype=np.int32)
             np.add.at(begins, np.asarray(outcome.turn_starts, dtype=np.int64), 1)
             turn = begins[:-1].cumsum() - 1 + outcome.first_turn
             ids[end - len(turn) : end] = np.where(np.asarray(outcome.loss_mask, dtype=np.bool_), turn, -1)
-        rewards += array("f", own or [0.0])
-        states += array("q", outcome.turn_states if own else [0])
-        counts.append(len(own) or 1)
+        rewards += array("f", turn_rewards or [0.0])
+        states += array("q", outcome.turn_states if turn_rewards else [0])
+        counts.append(len(turn_rewards) or 1)
     arrays = {"turn_ids": ids, "turn_rewards": np.asarray(rewards), "turn_states": np.asarray(states)}
     return arrays, np.array(counts, dtype=np.int64)
 
 
-def _rows(group: Sequence[RolloutOutcome], min_group_size: int) -> list[tuple[RolloutOutcome, int]]:
-    """Return the trajectories of a group in order, each with its code: a rollout is followed by its branches."""
-    enough = sum(outcome.valid for outcome in group) >= min_group_size
-    valid = 0 if enough else FILTERED
+def _coded_rows(group: Sequence[RolloutOutcome], min_group_size: int) -> list[tuple[RolloutOutcome, int]]:
+    """Return the trajectories of a group, each rollout followed by its branches, with their outcome codes."""
+    is_large_enough = sum(outcome.valid for outcome in group) >= min_group_size
+    valid_code = 0 if is_large_enough else FILTERED
     rows = [row for outcome in group for row in (outcome, *outcome.branches)]
-    return [(row, valid if row.valid else OUTCOME_CODES[row.status]) for row in rows]
+    return [(row, valid_code if row.valid else OUTCOME_CODES[row.status]) for row in rows]

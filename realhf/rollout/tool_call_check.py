@@ -1,10 +1,9 @@
-"""Checks before a run that the calls of an environment's tools, as a model's chat template writes them, are found by
-the policy's own parser.
+"""Check before a run that the policy's parser finds the tool calls that a model's chat template writes.
 
     python -m realhf.rollout.tool_call_check files --model models/smollm2_135m
 
-With ``--request`` it checks the calls of the demonstrations that a warm start would train on, else one call of each
-tool. A call that is not found again ends the program with one line and exit code 1.
+With ``--request`` it checks the calls of the demonstrations that a warm start would train on, otherwise one call of
+each tool. If a call is not found, the program prints one line and exits with code 1.
 """
 
 from __future__ import annotations
@@ -32,13 +31,15 @@ _VALUES: Mapping[str, Any] = {
     "object": {},
     "null": None,
 }
-"""A value of each type of JSON, for a call that nobody makes; of several types the first is taken."""
+"""An example value of each JSON type. Of several allowed types the first in this order is used."""
 _USER = {"role": "user", "content": "task"}
 
 
 def check_calls(chat: TemplateChat, messages: Iterator[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> int:
-    """Return how many messages with calls the chat writes and reads back. Raises ChatTemplateError for the first that
-    it does not, and for a template that does not show the tools."""
+    """Encode messages with calls, parse them back, and return their number.
+
+    Raises ChatTemplateError for the first message that differs, and for a template that does not show the tools.
+    """
     chat.opening([_USER], tools)
     checked = 0
     for message in messages:
@@ -47,8 +48,8 @@ def check_calls(chat: TemplateChat, messages: Iterator[Mapping[str, Any]], tools
     return checked
 
 
-def demonstrated(spec: EnvironmentSpec, request: DemonstrationRequest) -> Iterator[dict[str, Any]]:
-    """Yield the turns with calls of an environment's scripts. Raises ValueError for a call that cannot be read."""
+def demonstrated_calls(spec: EnvironmentSpec, request: DemonstrationRequest) -> Iterator[dict[str, Any]]:
+    """Yield the turns with calls of an environment's scripts. Raises ValueError for a call that cannot be parsed."""
     assert spec.demonstrate is not None
     for script in spec.demonstrate(request):
         for text in script.turns:
@@ -70,7 +71,7 @@ def one_of_each(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _value(schema: Any) -> Any:
-    """Return a value that a schema allows: parsers of calls without types read it by the schema."""
+    """Return a value that a schema allows; some parsers read untyped arguments by the schema."""
     if isinstance(schema, Mapping):
         if schema.get("enum"):
             return schema["enum"][0]
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.request is None or spec.demonstrate is None:
             messages = one_of_each(spec.tools)
         else:
-            messages = demonstrated(spec, DemonstrationRequest(**args.request))
+            messages = demonstrated_calls(spec, DemonstrationRequest(**args.request))
         checked = check_calls(chat, messages, spec.tools)
     except ValueError as error:
         print(" ".join(str(error).split()), file=sys.stderr)

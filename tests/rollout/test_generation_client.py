@@ -15,7 +15,7 @@ from realhf.api.generation import GenerationFailed
 from realhf.api.model import GenOutput, GenRequest
 from realhf.base.messages import MessageError
 from realhf.rollout import generation_client
-from realhf.rollout.generation_client import ConstrainedTokens, GenerationClient, answer_of, request_of
+from realhf.rollout.generation_client import ConstrainedTokens, GenerationClient, build_answer, build_request
 from realhf.transport.service import Request, ServiceServer
 from tests.transport.fixed_port import At
 
@@ -209,12 +209,12 @@ async def test_closing_ends_requests_at_once_and_later_news_change_nothing(
 
 
 def test_an_aborted_turn_is_one_to_go_on_with() -> None:
-    assert answer_of(GenOutput([1], [-1.0], [2], "aborted")).finish_reason == "interrupted"
-    assert answer_of(GenOutput([1], [-1.0], [2], "length")).finish_reason == "length"
+    assert build_answer(GenOutput([1], [-1.0], [2], "aborted")).finish_reason == "interrupted"
+    assert build_answer(GenOutput([1], [-1.0], [2], "length")).finish_reason == "length"
 
 
 def test_a_request_that_makes_no_sense_is_refused() -> None:
-    request = request_of(GENERATE.unpack([3, [1, 2], 1, 7, 5]), slot=12)
+    request = build_request(GENERATE.unpack([3, [1, 2], 1, 7, 5]), slot=12)
     assert request == GenRequest(12, [1, 2], 1, 7, 5)
     for fields in (
         [3, [1, -2], 0, None, -1],

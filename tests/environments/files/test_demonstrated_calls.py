@@ -14,7 +14,7 @@ from realhf.api.tool_parser import parse_turn
 from realhf.data.chat_dataset import conversation_tokens
 from realhf.env.loader.load import build_environment
 from realhf.env.loader.tool_schemas import tools_of
-from realhf.rollout.demonstrations import played, script_message
+from realhf.rollout.demonstrations import play_demonstrations, script_message
 from tests.api.chat.families import FAMILIES_OF_MODELS, family_chat
 
 READ = [name for name, family in FAMILIES_OF_MODELS.items() if family.parser]
@@ -32,7 +32,7 @@ def rows() -> list[tuple[Demonstration, Row]]:
         ("habit", DemonstrationRequest(1, 9, 1.0)),
     ):
         scripts += [script for script in spec.demonstrate(request) if script.kind == kind][:5]
-    return list(zip(scripts, asyncio.run(played(spec, scripts)), strict=True))
+    return list(zip(scripts, asyncio.run(play_demonstrations(spec, scripts)), strict=True))
 
 
 def turns(ids: Sequence[int], mask: Sequence[bool]) -> list[list[int]]:
