@@ -1,10 +1,12 @@
-"""Plays episodes of agents that only know a base URL: ordinary programs that talk to an OpenAI-compatible model.
+"""Episodes of black-box agents: ordinary programs that talk to an OpenAI-compatible model at a base URL.
 
 The program is a function in a file of its own: ``async def rollout(task, base_url, session) -> reward``. ``task`` is
-what the environment's ``reset`` gets, ``session`` the environment of the episode (``AgentSession``). It may use any
-client, keep any conversations, and take steps of the environment when it likes, or none. The reward is what it returns
-or reports, else what the environment gave: a number for all its conversations, or one for each, in a map from the id of
-a completion (``reply.id``) of the conversation. It runs on the rollout worker's event loop and must not block it.
+the argument of the environment's ``reset``, ``session`` the environment of the episode (``AgentSession``). It may use
+any client, hold any number of conversations, and take steps of the environment at any time, or none.
+
+The reward is the one that the function returns or reports, otherwise that of the environment: a number for all
+conversations, or a map from the id of a completion (``reply.id``) to the reward of its conversation. The function runs
+on the rollout worker's event loop and must not block it.
 """
 
 from __future__ import annotations
@@ -36,44 +38,52 @@ _OVER = "error: the episode is over"
 
 @dataclass(frozen=True)
 class Answer:
-    """What the environment answered to a step: ``messages`` to be sent to the model, ``text`` of all of them, the
-    ``reward`` of the turn (None: there was none), and whether the episode is ``done``."""
+    """The environment's answer to a step."""
 
     messages: list[dict[str, Any]]
+    """Messages to be sent to the model."""
     text: str
+    """Text of all messages."""
     done: bool
+    """Whether the episode has ended."""
     reward: float | None = None
+    """Reward of the turn, if there is one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the turn."""
 
 
 class AgentSession:
-    """The environment of one episode, in the hands of its agent.
+    """The environment of one episode, as its agent sees it. Use it on the event loop that the agent was called on.
 
-    ``messages`` and ``tools`` are how the environment opens the episode, its system prompt first, in the form of the
-    chat API; ``text`` is what it says there as a user. ``id`` is the task's, ``group`` what success is reported by,
-    ``seed`` that of the instance. Use it on the event loop that the agent was called on.
+    - ``messages``, ``tools``: the opening of the environment in the form of the chat API, its system prompt first;
+    - ``text``: the user messages of the opening;
+    - ``id``: id of the task; ``group``: group that success is reported by; ``seed``: seed of the instance.
     """
 
     def __init__(self, env: Environment, progress: EpisodeProgress, endpoint: Session, system_prompt: str = "") -> None:
         task = progress.wanted.task
-        self.id, self.group, self.seed = task.id, task.group, task.seed
+        self.id = task.id
+        self.group = task.group
+        self.seed = task.seed
         self.messages: list[dict[str, Any]] = []
         self.tools: list[dict[str, Any]] = []
         self.text = ""
-        self._env, self._progress, self._endpoint = env, progress, endpoint
+        self._env = env
+        self._progress = progress
+        self._endpoint = endpoint
         self._system: list[dict[str, Any]] = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self._turn = asyncio.Lock()
+        self._step_lock = asyncio.Lock()
         self._failure: EnvironmentFailure | None = None
         self._ended = False
-        self._under_way: asyncio.Task[Turn] | None = None
+        self._running_step: asyncio.Task[Turn] | None = None
 
     @property
     def failure(self) -> EnvironmentFailure | None:
-        """How the environment failed, if it did."""
+        """The failure of the environment, if it failed."""
         return self._failure
 
     async def open(self) -> None:
-        """Begin the episode. The player does it before the agent is called. Raises EnvironmentFailure."""
+        """Start the episode, before the agent is called. Raises EnvironmentFailure."""
         task = self._progress.wanted.task
         opening = await self._env.reset(task.payload, seed=task.seed)
         self.messages = [dict(message) for message in (*self._system, *opening.messages)]
@@ -81,52 +91,50 @@ class AgentSession:
         self.text = self._progress.start(opening)
 
     def end(self) -> None:
-        """Take no more steps, and cancel one under way: what an agent leaves running must not reach the next episode
-        that is played in the same environment."""
+        """Refuse further steps and cancel a running one, so that tasks that the agent leaves behind cannot affect the
+        next episode in the same environment."""
         self._ended = True
-        if self._under_way is not None:
-            self._under_way.cancel()
+        if self._running_step is not None:
+            self._running_step.cancel()
 
     async def step(self, message: object) -> Answer:
-        """Say something to the environment and return its answer.
+        """Send a message to the environment and return its answer.
 
-        ``message`` is a text; a message of the chat API, as a map or as the ``openai`` package returns it, tool calls
-        included. One that the endpoint gave in this episode reaches the environment as the policy said it, with its
-        reasoning and with the calls that could not be read. After the end every step is answered as done. Steps are
-        taken one after another. Raises EnvironmentFailure, and again at every later step; TypeError for what is no
-        message.
+        ``message`` is a text or a message of the chat API, as a map or as an object of the ``openai`` package, possibly
+        with tool calls. A message that the endpoint returned in this episode reaches the environment as the policy
+        sampled it, including its reasoning and calls that could not be parsed. Concurrent steps are run one after the
+        other. After the end of the episode every step returns ``done``.
+
+        Raises EnvironmentFailure, then again at every later step, and TypeError for an object that is no message.
         """
-        said = self._said(_as_message(message))
-        async with self._turn:
+        said = self._as_sampled(_as_message(message))
+        async with self._step_lock:
             if self._failure is not None:
                 raise self._failure
             if self._ended or self._progress.status:
                 return Answer([{"role": "user", "content": _OVER}], _OVER, True)
             try:
-                turn = await self._taken(said)
+                turn = await self._run_step(said)
                 text = self._progress.add_turn(said, turn)
             except EnvironmentFailure as error:
                 self._failure = error
                 raise
-        return self._answer(turn, text)
-
-    async def _taken(self, said: AssistantMessage) -> Turn:
-        self._under_way = asyncio.ensure_future(self._env.step(said))
-        try:
-            return await self._under_way
-        finally:
-            self._under_way = None
-
-    def _answer(self, turn: Turn, text: str) -> Answer:
         messages = [dict(each) for each in turn.messages]
         return Answer(messages, text, bool(self._progress.status), turn.reward, dict(turn.metrics))
 
-    def _said(self, message: Message) -> AssistantMessage:
-        """What reaches the environment: what the policy said in this turn, with the ids of calls that the agent knows;
-        else the agent's own words."""
-        sampled = self._endpoint.ledger.said(message)
+    async def _run_step(self, said: AssistantMessage) -> Turn:
+        self._running_step = asyncio.ensure_future(self._env.step(said))
+        try:
+            return await self._running_step
+        finally:
+            self._running_step = None
+
+    def _as_sampled(self, message: Message) -> AssistantMessage:
+        """Return the policy's turn that was answered with ``message``, with the call ids that the agent knows; for a
+        message of the agent's own, that message."""
+        sampled = self._endpoint.ledger.find_turn(message)
         if sampled is None:
-            return AssistantMessage(message.content, tuple(map(_tool_call, message.calls)), text=message.content)
+            return AssistantMessage(message.content, tuple(map(_parse_call, message.calls)), text=message.content)
         known = iter(message.calls)
         calls = [
             call if call.problem or not message.calls else replace(call, id=next(known).id)
@@ -135,19 +143,19 @@ class AgentSession:
         return replace(sampled, tool_calls=tuple(calls))
 
 
-def _as_message(given: object) -> Message:
-    """An agent's message in the form that the endpoint compares. Raises TypeError."""
-    if isinstance(given, str):
-        return Message("assistant", given)
-    dump = getattr(given, "model_dump", None)
-    body = dump() if callable(dump) else given
+def _as_message(argument: object) -> Message:
+    """Return an agent's message in the form that the endpoint compares. Raises TypeError."""
+    if isinstance(argument, str):
+        return Message("assistant", argument)
+    dump = getattr(argument, "model_dump", None)
+    body = dump() if callable(dump) else argument
     if not isinstance(body, Mapping):
-        raise TypeError(f"step takes a text or a message of the chat API, not {type(given).__name__}")
+        raise TypeError(f"step takes a text or a message of the chat API, not {type(argument).__name__}")
     if body.get("role", "assistant") != "assistant":
         raise TypeError(f"step takes what the model said, not a message of the role {str(body['role'])[:32]!r}")
     calls = body.get("tool_calls") or None
-    if isinstance(calls, (list, tuple)):  # What was put together from a stream may lack the id and the kind of a call.
-        calls = [{"id": "", **_said(call)} if isinstance(call, Mapping) else call for call in calls]
+    if isinstance(calls, (list, tuple)):  # a message assembled from a stream may lack the id and type of a call
+        calls = [{"id": "", **_without_none(call)} if isinstance(call, Mapping) else call for call in calls]
     try:
         message = ChatMessage.model_validate({"role": "assistant", **body, "tool_calls": calls})
     except ValidationError as error:
@@ -156,11 +164,11 @@ def _as_message(given: object) -> Message:
     return Message("assistant", message.text(), message.calls())
 
 
-def _said(call: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(call: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in call.items() if value is not None}
 
 
-def _tool_call(call: Call) -> ToolCall:
+def _parse_call(call: Call) -> ToolCall:
     words = call.arguments.strip() or "{}"
     try:
         value, end = read_json(words, 0)
@@ -175,8 +183,10 @@ AgentFunction = Callable[[Mapping[str, Any], str, AgentSession], Awaitable[Rewar
 
 
 def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunction:
-    """Import the function that ``file.py:function`` or ``module:function`` names; it is called with ``options`` as
-    keyword arguments. Raises ValueError."""
+    """Import the agent function ``file.py:function`` or ``module:function`` and bind ``options`` as keyword arguments.
+
+    Raises ValueError.
+    """
     place, _, function = name.rpartition(":")
     if not place or not function:
         raise ValueError(f"{name!r} names no agent: it is file.py:function or module:function")
@@ -184,29 +194,30 @@ def load_agent(name: str, options: Mapping[str, Any] | None = None) -> AgentFunc
     if file is not None and not file.is_file():
         raise ValueError(f"{name!r} names no agent: there is no file {file}")
     try:
-        found = getattr(load_plugin(file or place), function, None)
+        agent = getattr(load_plugin(file or place), function, None)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{name!r} names no agent: {located(error, str(file or ''))}") from error
-    if not inspect.iscoroutinefunction(found):
+    if not inspect.iscoroutinefunction(agent):
         raise ValueError(f"{name!r} is not an async function")
     try:
-        inspect.signature(found).bind({}, "url", None, **(options or {}))
+        inspect.signature(agent).bind({}, "url", None, **(options or {}))
     except TypeError as error:
-        given = f"(task, base_url, session{''.join(f', {option}=...' for option in options or ())})"
-        raise ValueError(f"{name!r} cannot be called with {given}: {error}") from error
-    return partial(found, **options) if options else found
+        arguments = f"(task, base_url, session{''.join(f', {option}=...' for option in options or ())})"
+        raise ValueError(f"{name!r} cannot be called with {arguments}: {error}") from error
+    return partial(agent, **options) if options else agent
 
 
 class BlackBoxAgent:
-    """``EpisodeAgent`` around a black-box agent. The endpoint is served from the first episode on, until ``close``.
+    """``EpisodeAgent`` for a black-box agent. The endpoint is served from the first episode until ``close``.
 
     Args:
-        chat, limits: as for any agent; max_turns and the token limits are enforced by the endpoint.
-        system_prompt: the environment's, which the agent finds before its messages.
-        timeout_s: what an episode of the agent may take.
+        agent: the agent function.
+        chat, limits: as for any agent; the endpoint enforces the limits.
+        system_prompt: the environment's system prompt, which precedes its messages in ``AgentSession``.
+        timeout_s: seconds that an episode of the agent may take.
 
-    An agent may hold several conversations, and each is a trajectory; the one with the most sampled tokens is the main
-    one, and ``timings["branches"]`` says how many there were.
+    An agent may hold several conversations, each of which is a trajectory. The one with the most sampled tokens is the
+    main one; ``timings["branches"]`` is their number.
     """
 
     def __init__(
@@ -218,7 +229,9 @@ class BlackBoxAgent:
         *,
         timeout_s: float = 600.0,
     ) -> None:
-        self._agent, self._timeout_s, self._system_prompt = agent, timeout_s, system_prompt
+        self._agent = agent
+        self._timeout_s = timeout_s
+        self._system_prompt = system_prompt
         self._starting = asyncio.Lock()
         self._server = OpenAiServer(Sessions(chat, limits))
 
@@ -227,43 +240,48 @@ class BlackBoxAgent:
         await self._server.stop()
 
     async def play(self, env: Environment, wanted: EpisodeRequest, llm: TokenSource, slot: int) -> RolloutOutcome:
-        """See ``EpisodeAgent``. The main trajectory is the outcome, the others are its ``branches``
-        (``Session.outcomes``): every sampled token is in one of them. An exception of the agent makes the episode a
-        failure of the agent, unless it is the endpoint's refusal of a turn beyond a limit, or was raised from that. An
-        engine that fails, where no later turn succeeds, makes it a failure of the policy, whatever the agent does.
-        Raises RuntimeError when the endpoint cannot be served."""
-        began = time.perf_counter()
+        """Play one episode. The main trajectory is the outcome, the others are its ``branches`` (``Session.outcomes``):
+        every sampled token is in one of them.
+
+        An exception of the agent makes the episode a failure of the agent, unless it is, or was raised from, the
+        endpoint's refusal of a turn beyond a limit. A failure of the engine after which no turn succeeds makes the
+        episode a failure of the policy, whatever the agent does. Raises RuntimeError if the endpoint cannot be served.
+        """
+        started_at = time.perf_counter()
         async with self._starting:
             await self._server.start()
         session = self._server.sessions.open(llm, slot=slot, seed=wanted.sampling_seed, max_turns=wanted.task.max_turns)
         progress = EpisodeProgress(wanted)
-        world = AgentSession(env, progress, session, self._system_prompt)
+        agent_session = AgentSession(env, progress, session, self._system_prompt)
         try:
-            ending = await self._ending(world, progress, session)
+            ending = await self._run_agent(agent_session, progress, session)
         finally:
-            world.end()
+            agent_session.end()
             self._server.sessions.close(session)
         outcomes = session.outcomes(replace(ending, task=wanted.task, task_text=progress.task_text))
         return replace(
             outcomes[0],
             branches=tuple(outcomes[1:]),
-            timings=outcomes[0].timings | {"wall_s": time.perf_counter() - began},
+            timings=outcomes[0].timings | {"wall_s": time.perf_counter() - started_at},
             rewards=progress.rewards,
             metrics=progress.metrics,
             info=progress.opening.info,
             steps=tuple(progress.turns),
         )
 
-    async def _ending(self, world: AgentSession, progress: EpisodeProgress, session: Session) -> Ending:
-        reward, problem, limit = None, "", ""
+    async def _run_agent(self, agent_session: AgentSession, progress: EpisodeProgress, session: Session) -> Ending:
+        """Start the episode, call the agent, and return how the episode ended."""
+        reward = None
+        problem = ""
+        limit = ""
         try:
-            await world.open()
+            await agent_session.open()
         except EnvironmentFailure as error:
             return Ending(error.kind, message=str(error))
         try:
             async with asyncio.timeout(self._timeout_s):
                 task = dict(progress.wanted.task.payload)
-                reward = await self._agent(task, self._server.base_url(session), world)
+                reward = await self._agent(task, self._server.base_url(session), agent_session)
         except TimeoutError as error:
             problem = str(error) or f"the agent was not done after {self._timeout_s:g} s"
         except asyncio.CancelledError:
@@ -271,10 +289,11 @@ class BlackBoxAgent:
                 raise
             problem = "the agent cancelled itself"
         except (Exception, SystemExit) as error:
-            problem, limit = f"{type(error).__name__}: {error}"[:500], session.limit_told_by(error)
-        if world.failure is not None:
-            return Ending(world.failure.kind, message=str(world.failure))
-        if session.engine_error is not None:  # What an agent makes of a failed turn says nothing of the policy.
+            problem = f"{type(error).__name__}: {error}"[:500]
+            limit = session.find_limit(error)
+        if agent_session.failure is not None:
+            return Ending(agent_session.failure.kind, message=str(agent_session.failure))
+        if session.engine_error is not None:  # the agent's reward after a failed turn says nothing about the policy
             return Ending(POLICY_FAILED, message=str(session.engine_error))
         if problem and not limit:
             return Ending(AGENT_FAILED, message=problem)

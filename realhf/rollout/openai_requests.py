@@ -1,7 +1,7 @@
-"""Checks requests for chat completions, as the ``openai`` package sends them, and reads their messages.
+"""Requests for chat completions, as the ``openai`` package sends them: validation and parsing.
 
-A client sends back what it was sent, but not byte for byte: it writes JSON arguments in its own way, and an empty
-content as null or not at all. Here such messages are equal, and nothing else is.
+A client sends earlier answers back, but not byte for byte: it may write JSON arguments differently, and an empty
+content as null or not at all. ``Message`` objects of such variants are equal; all other differences make them unequal.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from realhf.api.messages import message_problems
 from realhf.api.tool_parser import CallProblem, read_json
 
 _WHOLE_FLOATS = 2.0**53
+"""Below this number every integer has an exact float."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call. ``arguments`` is the JSON text as it was written; calls are equal when the values are."""
+    """One tool call. Calls are equal if the JSON values of their arguments are."""
 
     id: str
+    """Id of the call."""
     name: str
+    """Name of the tool."""
     arguments: str = field(compare=False)
+    """JSON text of the arguments, as it was written."""
     _value: str = ""
+    """Canonical JSON of the arguments."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_value", canonical_json(self.arguments))
@@ -37,35 +42,41 @@ class Call:
 
 @dataclass(frozen=True)
 class Message:
-    """One message. ``calls`` are those of an assistant's message; ``call_id`` says which call a message of the role
-    ``tool`` answers, ``name`` that call's tool ("" when no call before it has this id)."""
+    """One message of a conversation."""
 
     role: str
+    """Role in the form of chat templates: system, user, assistant or tool."""
     content: str
+    """Text of the message."""
     calls: tuple[Call, ...] = ()
+    """Tool calls of an assistant's message."""
     call_id: str = ""
+    """For the role ``tool``, the id of the call that it answers."""
     name: str = ""
+    """For the role ``tool``, the name of the called tool; "" if no earlier call has this id."""
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in the form of the chat API, which chat templates read."""
-        told: dict[str, Any] = {"role": self.role, "content": self.content}
+        body: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
-            told["tool_calls"] = [call_body(call) for call in self.calls]
+            body["tool_calls"] = [call_body(call) for call in self.calls]
         if self.role == "tool":
-            told |= {"tool_call_id": self.call_id} | ({"name": self.name} if self.name else {})
-        return told
+            body |= {"tool_call_id": self.call_id} | ({"name": self.name} if self.name else {})
+        return body
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request. ``read_calls``: calls in the policy's answer are read; else they stay text."""
+    """The tools of a request."""
 
     schemas: tuple[Mapping[str, Any], ...] = ()
+    """Descriptions of the tools in the form of the chat API."""
     read_calls: bool = False
+    """Whether calls in the policy's answer are parsed; otherwise they stay text."""
 
     @property
     def key(self) -> str:
-        """Return a text that says what a policy reads of them."""
+        """A text that identifies the tools as the policy sees them."""
         return json.dumps(self.schemas)
 
 
@@ -78,9 +89,11 @@ def call_body(call: Call) -> dict[str, Any]:
 
 
 def answer(said: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) -> Message:
-    """Return the message that a client gets for a turn that was sampled as ``ids`` after ``prompt``, which decide the
-    ids of its calls. Calls that could not be read stay in the content, which is the whole text when there are no
-    others."""
+    """Return the message that a client gets for a turn sampled as ``ids`` after ``prompt``.
+
+    The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed stay in the content; if
+    there are no others, the content is the whole text.
+    """
     calls = [call for call in said.tool_calls if not call.problem]
     if not calls:
         return Message("assistant", said.text)
@@ -97,8 +110,7 @@ def answer(said: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) ->
 
 
 def canonical_json(text: str) -> str:
-    """Return the JSON value of ``text`` in one way of writing, or ``text`` itself when programs may read it
-    differently."""
+    """Return ``text`` as canonical JSON, or unchanged if it is no JSON that all parsers read alike."""
     words = text.strip()
     try:
         value, end = read_json(words, 0)
@@ -118,17 +130,20 @@ def _plain_numbers(value: Any) -> Any:
 
 
 def _call_id(digest: bytes, number: int) -> str:
-    """Nine letters and digits, as some chat templates insist; the same for the same tokens."""
+    """Return an id of nine letters and digits, as some chat templates require."""
     return "c" + hashlib.blake2b(digest + number.to_bytes(4, "big"), digest_size=4).hexdigest()
 
 
 MAX_MESSAGES = 512
+"""Messages of one request."""
 MAX_TOOLS = 128
+"""Tools of one request."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles of the API and the roles that chat templates know them by."""
 
 
 class ApiError(Exception):
-    """An answer other than a completion, in the words of the OpenAI API."""
+    """An error answer of the OpenAI API: HTTP status, code and message."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -148,8 +163,9 @@ class TextPart(BaseModel):
     text: str
 
 
-def _checked_content(content: object) -> object:
-    """Name what is no text, before the types of the union are tried, which would name themselves."""
+def _check_content(content: object) -> object:
+    """Raise ValueError for content other than text. This runs before pydantic's union check, whose errors would name
+    the types of the union and not the problem."""
     if content is not None and not isinstance(content, str | list):
         raise ValueError("must be text, a list of parts of text, or null")
     for number, part in enumerate(content if isinstance(content, list) else ()):
@@ -163,7 +179,7 @@ def _checked_content(content: object) -> object:
 
 
 class FunctionCall(BaseModel):
-    """What is called, and with which arguments, as JSON text."""
+    """Function and arguments of a call, the latter as JSON text."""
 
     name: str = Field(min_length=1, max_length=256)
     arguments: str
@@ -181,7 +197,7 @@ class ChatMessage(BaseModel):
     """One message of a conversation; ``content`` is a text, a list of text parts, or null."""
 
     role: str
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_checked_content)] = None
+    content: Annotated[str | list[TextPart] | None, BeforeValidator(_check_content)] = None
     tool_calls: list[CallPart] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
 
@@ -195,21 +211,21 @@ class ChatMessage(BaseModel):
 
 
 class Function(BaseModel):
-    """Checks what describes a function; other keys, such as ``description``, are the policy's to read."""
+    """Description of a function. Other keys, such as ``description``, are not checked: they are for the policy."""
 
     name: str = Field(min_length=1, max_length=256)
     parameters: dict[str, Any] | None = None
 
 
 class Tool(BaseModel):
-    """Checks what describes a tool that the policy may call."""
+    """Description of a tool that the policy may call."""
 
     type: Literal["function"]
     function: Function
 
 
-def _checked_tool(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema as it was sent: the policy reads its keys in this order."""
+def _check_tool(schema: dict[str, Any]) -> dict[str, Any]:
+    """Validate the schema of a tool and return it unchanged: the policy sees its keys in this order."""
     Tool.model_validate(schema)
     return schema
 
@@ -221,9 +237,12 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """Declares the fields that are honoured, and those that are refused. The policy is sampled as it is trained:
-    temperature, top_p, max_tokens, seed and the like of a request do not change that, and are ignored like unknown
-    fields. For the same reason nothing can make it call a tool, or only one: ``tool_choice`` is auto or none."""
+    """Body of a request: the fields that are honoured and those that are refused.
+
+    The policy is sampled as it is trained: temperature, top_p, max_tokens, seed and the like are ignored, as are
+    unknown fields. For the same reason the policy cannot be forced to call a tool, or just one: ``tool_choice`` is auto
+    or none.
+    """
 
     model_config = ConfigDict(extra="ignore")
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
@@ -234,19 +253,19 @@ class ChatRequest(BaseModel):
     top_logprobs: int | None = None
     n: int | None = None
     stop: Any = None
-    tools: list[Annotated[dict[str, Any], AfterValidator(_checked_tool)]] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[Annotated[dict[str, Any], AfterValidator(_check_tool)]] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
     def conversation(self) -> list[Message]:
-        """Return the messages. Raises ApiError for what the endpoint cannot do."""
-        self._check()
+        """Return the messages. Raises ApiError for features that the endpoint does not support."""
+        self._check_supported()
         tool_of: dict[str, str] = {}
         messages = []
         for message in self.messages:
-            role = _role(message.role)
+            role = _template_role(message.role)
             calls = message.calls()
             if (calls and role != "assistant") or (role == "tool") != (message.tool_call_id is not None):
                 raise ApiError(400, "invalid_request", "tool_calls are an assistant's, tool_call_id is a tool's")
@@ -258,12 +277,12 @@ class ChatRequest(BaseModel):
         return messages
 
     def toolbox(self) -> Tools:
-        """Return the tools; with the choice ``none`` the policy still reads about them."""
+        """Return the tools; with the choice ``none`` the policy still sees them."""
         schemas = tuple(self.tools or ())
         return Tools(schemas, bool(schemas) and self.tool_choice in (None, "auto"))
 
-    def _check(self) -> None:
-        refused = {
+    def _check_supported(self) -> None:
+        is_refused = {
             "n": self.n not in (None, 1),
             "top_logprobs": bool(self.top_logprobs),
             "stop": bool(self.stop),
@@ -272,12 +291,12 @@ class ChatRequest(BaseModel):
             "parallel_tool_calls": bool(self.tools) and self.parallel_tool_calls is False,
             "response_format": self.response_format not in (None, {"type": "text"}),
         }
-        for name, wrong in refused.items():
-            if wrong:
+        for name, refused in is_refused.items():
+            if refused:
                 raise ApiError(400, "unsupported", f"{name}: not supported by this endpoint")
 
 
-def _role(role: str) -> str:
+def _template_role(role: str) -> str:
     if role not in _ROLES:
         raise ApiError(400, "unsupported", f"messages of the role {role[:32]!r} are not supported")
     return _ROLES[role]

@@ -1,7 +1,7 @@
-"""Serves the OpenAI-compatible chat endpoint on loopback, one base URL per session: ``/sessions/<id>/v1``.
+"""OpenAI-compatible chat endpoint on the loopback, with one base URL for each session: ``/sessions/<id>/v1``.
 
 ``POST .../v1/chat/completions`` (also streamed), ``GET .../v1/models``, and ``POST /sessions/<id>/reward`` with
-``{"reward": x}`` or ``{"rewards": {id of a completion: x}}``, which ends the session. Sessions are opened by the
+``{"reward": x}`` or ``{"rewards": {id of a completion: x}}``, which ends the session. Sessions are created by the
 process itself, never over HTTP.
 """
 
@@ -29,12 +29,15 @@ from realhf.rollout.openai_requests import ApiError, ChatRequest, call_body
 from realhf.rollout.openai_sessions import OpenTurn, Reward, Session, Sessions
 
 MAX_BODY_BYTES = 1 << 20
+"""Largest body of a request."""
 MODEL = "policy"
+"""Name of the model in answers; requests may use any name."""
 _SERVED = "POST chat/completions, GET models and, beside /v1, POST reward"
+"""Routes below the address of a session, for error messages."""
 
 
-def completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[str, Any]:
-    """Return a whole ``chat.completion``."""
+def build_completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[str, Any]:
+    """Return the body of a ``chat.completion``."""
     choice = {
         "index": 0,
         "message": {"role": "assistant", **_content(turn), "refusal": None},
@@ -44,9 +47,10 @@ def completion(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool) -> dict[st
     return _head("chat.completion", turn) | {"choices": [choice], "usage": _usage(turn)}
 
 
-async def chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, usage: bool) -> AsyncIterator[str]:
-    """Yield the same completion as server-sent events."""
-    head, content = _head("chat.completion.chunk", turn), _content(turn)
+async def stream_chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, usage: bool) -> AsyncIterator[str]:
+    """Yield a completion as server-sent events. ``usage`` adds a chunk with token counts."""
+    head = _head("chat.completion.chunk", turn)
+    content = _content(turn)
     for position, call in enumerate(content.get("tool_calls", ())):
         call["index"] = position
     parts = [
@@ -62,7 +66,7 @@ async def chunks(turn: OpenTurn, chat: TemplateChat, *, logprobs: bool, usage: b
 
 
 def model_list() -> dict[str, Any]:
-    """Return the list of models: the policy, whatever name a request uses."""
+    """Return the list of models, which is the policy alone."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "realhf"}]}
 
 
@@ -72,12 +76,14 @@ def _event(body: dict[str, Any]) -> str:
 
 
 def _content(turn: OpenTurn) -> dict[str, Any]:
-    """The content, null beside calls if empty, and the calls; the reasoning beside calls, which else stays in the
-    content."""
-    said = turn.answer
-    if not said.calls:
-        return {"content": said.content}
-    body: dict[str, Any] = {"content": said.content or None, "tool_calls": [call_body(call) for call in said.calls]}
+    """Return the content and the calls of a message.
+
+    With calls, an empty content is null and reasoning has a field of its own; without calls it stays in the content.
+    """
+    answer = turn.answer
+    if not answer.calls:
+        return {"content": answer.content}
+    body: dict[str, Any] = {"content": answer.content or None, "tool_calls": [call_body(call) for call in answer.calls]}
     return body | ({"reasoning_content": turn.said.reasoning} if turn.said.reasoning else {})
 
 
@@ -90,39 +96,44 @@ def _head(kind: str, turn: OpenTurn) -> dict[str, Any]:
 
 
 def _usage(turn: OpenTurn) -> dict[str, int]:
-    prompt, sampled = len(turn.prompt), len(turn.ids)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    n_prompt = len(turn.prompt)
+    n_sampled = len(turn.ids)
+    return {"prompt_tokens": n_prompt, "completion_tokens": n_sampled, "total_tokens": n_prompt + n_sampled}
 
 
 def _logprobs(turn: OpenTurn, chat: TemplateChat) -> dict[str, Any]:
     content = []
     for token, value in zip(turn.ids, turn.logprobs, strict=True):
-        said = chat.bytes_of(token)
-        entry = {"token": chat.decode([token]), "logprob": value, "bytes": None if said is None else list(said)}
+        token_bytes = chat.bytes_of(token)
+        entry = {
+            "token": chat.decode([token]),
+            "logprob": value,
+            "bytes": None if token_bytes is None else list(token_bytes),
+        }
         content.append({**entry, "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 
 class RewardReport(BaseModel):
-    """Is the body of ``POST /sessions/<id>/reward``: one reward for all conversations of the session, or one for each
-    conversation, named by the id of a completion in it."""
+    """Body of ``POST /sessions/<id>/reward``: one reward for all conversations of the session, or one for each
+    conversation, by the id of a completion in it."""
 
     reward: float | None = None
     rewards: dict[str, float] | None = Field(None, min_length=1)
 
     @model_validator(mode="after")
-    def _is_one_of_both(self) -> Self:
+    def _check_exactly_one(self) -> Self:
         if (self.reward is None) == (self.rewards is None):
             raise ValueError("give either reward or rewards")
         return self
 
-    def given(self) -> Reward:
-        """Return what was given."""
+    def to_reward(self) -> Reward:
+        """Return the reward or rewards."""
         return self.rewards or self.reward or 0.0
 
 
 def build_app(sessions: Sessions) -> FastAPI:
-    """Build the application; serve it on the event loop that ``sessions`` are used on."""
+    """Return the application. It must be served on the event loop that ``sessions`` are used on."""
     app = FastAPI(title="realhf policy", openapi_url=None)
     app.add_middleware(_BodyLimit)
     _add_errors(app)
@@ -134,7 +145,8 @@ def build_app(sessions: Sessions) -> FastAPI:
 
     @app.post("/sessions/{key}/v1/chat/completions")
     async def complete(key: str, body: ChatRequest, request: Request) -> Response:
-        session, messages = sessions.find(key), body.conversation()
+        session = sessions.find(key)
+        messages = body.conversation()
         turn = await _while_connected(session.sample(messages, body.toolbox()), request)
         if turn is None:
             return Response(status_code=499)
@@ -145,38 +157,39 @@ def build_app(sessions: Sessions) -> FastAPI:
         logprobs = bool(body.logprobs)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            events = chunks(turn, sessions.chat, logprobs=logprobs, usage=usage)
+            events = stream_chunks(turn, sessions.chat, logprobs=logprobs, usage=usage)
             return StreamingResponse(events, media_type="text/event-stream")
-        return JSONResponse(completion(turn, sessions.chat, logprobs=logprobs))
+        return JSONResponse(build_completion(turn, sessions.chat, logprobs=logprobs))
 
     @app.post("/sessions/{key}/reward")
     async def reward(key: str, body: RewardReport) -> dict[str, Any]:
         session = sessions.find(key)
-        session.report(body.given())
+        session.report(body.to_reward())
         return {"trajectories": len(session.ledger.branches), "turns": session.ledger.turns}
 
     return app
 
 
 async def _while_connected(sampling: Coroutine[Any, Any, OpenTurn], request: Request) -> OpenTurn | None:
-    """Return the turn; None, and the sampling is cancelled, when the client goes away before."""
-    work, gone = asyncio.ensure_future(sampling), asyncio.ensure_future(_disconnected(request))
+    """Return the sampled turn. If the client disconnects first, cancel the sampling and return None."""
+    work = asyncio.ensure_future(sampling)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         return work.result() if work.done() else None
     finally:
         work.cancel()
-        gone.cancel()
-        await asyncio.wait((work, gone))
+        disconnect.cancel()
+        await asyncio.wait((work, disconnect))
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class _BodyLimit:
-    """Refuses a body that is too long, or does not declare its length, before anything is read."""
+    """Middleware that refuses a body that is too long or has no Content-Length, before it is read."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -206,23 +219,27 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
-        said = first["msg"].removeprefix("Value error, ")  # what validators of this project raise
-        return JSONResponse(ApiError(400, "invalid_request", f"{where}: {said}"[:300]).body(), 400)
+        problem = first["msg"].removeprefix("Value error, ")  # pydantic's prefix for errors of our validators
+        return JSONResponse(ApiError(400, "invalid_request", f"{where}: {problem}"[:300]).body(), 400)
 
 
 _START_S = 10.0
+"""Seconds that the server has to start."""
 _STOP_S = 3.0
+"""Seconds that the server has to stop."""
 
 
 class _Server(uvicorn.Server):
+    """Server without signal handlers: signals belong to the process that it is a part of."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Install no handlers: signals belong to the process around the server."""
+        """Install no signal handlers."""
         yield
 
 
 class OpenAiServer:
-    """Serves ``sessions``. ``url`` is its address once started."""
+    """HTTP server for ``sessions``. ``url`` is its address once started."""
 
     def __init__(self, sessions: Sessions) -> None:
         self.sessions = sessions
@@ -231,7 +248,7 @@ class OpenAiServer:
             uvicorn.Config(
                 build_app(sessions),
                 http=guarded_http("h11"),
-                loop="none",  # it runs on that of its caller
+                loop="none",  # the caller's loop
                 ws="none",
                 lifespan="off",
                 log_level="warning",
@@ -242,11 +259,11 @@ class OpenAiServer:
         self._serving: asyncio.Task[None] | None = None
 
     def base_url(self, session: Session) -> str:
-        """Return the base URL that the agent of a session gives its client."""
+        """Return the base URL of a session, for the agent's client."""
         return f"{self.url}/sessions/{session.key}/v1"
 
     async def start(self) -> None:
-        """Listen on a free port, unless it does so already. Raises RuntimeError when the server does not come up."""
+        """Start on a free port, unless it is running. Raises RuntimeError if the server does not start."""
         if self._serving is not None and not self._serving.done():
             return
         listener = socket.create_server(("127.0.0.1", 0))
@@ -259,8 +276,9 @@ class OpenAiServer:
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Stop serving; harmless when repeated."""
-        serving, self._serving = self._serving, None
+        """Stop the server. Idempotent."""
+        serving = self._serving
+        self._serving = None
         if serving is None:
             return
         self._server.should_exit = True

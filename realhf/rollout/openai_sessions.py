@@ -1,11 +1,11 @@
-"""Keeps the sessions of black-box agents, and the exact token ids of their conversations.
+"""Sessions of black-box agents, with the exact token ids of their conversations.
 
-An agent sends whole conversations as messages. One that extends a conversation of this session (with the same tools,
-and the policy's turns equal to what was returned) goes on with that conversation's ids; nothing is tokenised twice. One
-that leaves a known conversation after some policy turn *branches* off there: it is a trajectory of its own, whose
-prompt is the ids up to that point. Anything else starts a new conversation. This module does no I/O.
+An agent sends whole conversations as messages. Messages that extend a conversation of the session (with the same tools,
+and the policy's turns equal to those returned) continue it with its ids; nothing is tokenised twice. Messages that
+deviate from a conversation after some policy turn *branch* off there: they begin another trajectory, whose prompt are
+the ids up to that point. All other messages start a new conversation. This module does no I/O.
 
-The id of a session is a capability: whoever knows it speaks for that session, and nobody can guess it.
+The id of a session is a capability: it cannot be guessed, and a client that knows it may use the session.
 """
 
 from __future__ import annotations
@@ -26,87 +26,105 @@ from realhf.rollout.episode import Limits, TokenBuffer, outcome_of, state_number
 from realhf.rollout.openai_requests import NO_TOOLS, ApiError, Message, Tools, answer
 
 _SLOT_STRIDE = 1 << 40
+"""Difference of the cache slots of consecutive conversations of a session; more than there are slots of sessions."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Difference of the seeds of consecutive conversations: 2**64 divided by the golden ratio."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Marks a place after a policy turn by the number of messages and of completion ids before it; ``ended``: a sampled
-    stop id ended the turn. ``said`` is what the policy said in it, ``reply`` the id of the answer."""
+    """The end of a policy turn in a conversation."""
 
     messages: int
+    """Number of messages up to and including the turn."""
     tokens: int
+    """Number of completion ids up to and including the turn."""
     ended: bool
+    """Whether a sampled stop id ended the turn."""
     said: AssistantMessage
+    """The policy's turn."""
     reply: str
+    """Id of the completion."""
 
 
 @dataclass(eq=False)
 class Branch:
-    """Holds one trajectory. ``messages`` and ``marks`` cover what ``tokens`` holds; ``slot`` is its cache row;
-    ``tools`` is the key of its tools."""
+    """One conversation, which is one trajectory."""
 
     slot: int
+    """Slot of the engine's cache."""
     seed: int | None
+    """Seed of the random numbers of its tokens."""
     tokens: TokenBuffer
+    """Its tokens."""
     tools: str
+    """``Tools.key`` of its tools."""
     messages: list[Message] = field(default_factory=list)
+    """The messages that ``tokens`` encodes."""
     marks: list[Mark] = field(default_factory=list)
+    """The ends of the policy's turns."""
     busy: bool = False
+    """Whether a turn is being sampled."""
 
     @property
     def sampled(self) -> int:
-        """Return how many tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(self.tokens.loss_mask)
 
     def states(self) -> list[int]:
-        """Return the number of the state that each of the policy's turns began in: of the messages before it."""
+        """Return the ``state_number`` of the messages that each of the policy's turns answers."""
         begins = [0, *(mark.messages for mark in self.marks)]
-        told = [self.messages[begin : mark.messages - 1] for begin, mark in zip(begins, self.marks, strict=False)]
-        return [state_number(_maps(messages)) for messages in told]
+        answered = [self.messages[begin : mark.messages - 1] for begin, mark in zip(begins, self.marks, strict=False)]
+        return [state_number(_to_dicts(messages)) for messages in answered]
 
     def turns(self) -> tuple[PlayedTurn, ...]:
-        """Return the policy's turns as a person reads them, each with the messages that followed."""
+        """Return the policy's turns, each with the messages that followed it."""
         ends = [mark.messages - 1 for mark in self.marks[1:]] + [len(self.messages)]
-        followed = [self.messages[mark.messages : end] for mark, end in zip(self.marks, ends, strict=True)]
+        following = [self.messages[mark.messages : end] for mark, end in zip(self.marks, ends, strict=True)]
         return tuple(
             PlayedTurn(
-                mark.said.text, "\n".join(message.content for message in messages), 0.0, mark.said, _maps(messages)
+                mark.said.text, "\n".join(message.content for message in messages), 0.0, mark.said, _to_dicts(messages)
             )
-            for mark, messages in zip(self.marks, followed, strict=True)
+            for mark, messages in zip(self.marks, following, strict=True)
         )
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the messages before the policy's first turn."""
-        return _maps(self.messages[: self.marks[0].messages - 1] if self.marks else self.messages)
+        return _to_dicts(self.messages[: self.marks[0].messages - 1] if self.marks else self.messages)
 
 
 @dataclass
 class OpenTurn:
-    """Holds a policy turn in progress; its branch changes only when it is kept. ``prompt`` are the ids it follows: the
-    branch's and ``between``, which the branch does not have yet. ``said``, and ``answer``, what the agent gets of it,
-    are there when the turn is complete; ``reply`` is the id of the answer."""
+    """A policy turn in progress. Its branch changes only when the turn is kept. ``prompt`` are all ids before it."""
 
     branch: Branch
+    """The conversation that it continues."""
     messages: list[Message]
+    """Messages that the branch does not have yet."""
     between: list[int]
+    """Ids between those of the branch and the turn."""
     tools: Tools = NO_TOOLS
+    """Tools of the request."""
     parts: list[GenOutput] = field(default_factory=list)
+    """Outputs of the engine so far."""
     said: AssistantMessage = field(default_factory=lambda: AssistantMessage(""))
+    """The parsed turn, once it is complete."""
     answer: Message = field(default_factory=lambda: Message("assistant", ""))
+    """The message that the agent gets, once the turn is complete."""
     reply: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    """Id of the completion."""
 
     def __post_init__(self) -> None:
         self.prompt = self.branch.tokens.prefix() + self.between
 
     @property
     def ids(self) -> list[int]:
-        """Token ids sampled so far."""
+        """The token ids sampled so far."""
         return [token for part in self.parts for token in part.token_ids]
 
     @property
     def logprobs(self) -> list[float]:
-        """Log-probabilities of ``ids``."""
+        """The log-probabilities of ``ids``."""
         return [value for part in self.parts for value in part.logprobs]
 
     @property
@@ -116,41 +134,49 @@ class OpenTurn:
 
     @property
     def text(self) -> str:
-        """All that the policy said."""
+        """The whole text of the turn."""
         return self.said.text
 
     def request(self) -> GenRequest:
-        """Return what the engine continues."""
+        """Return the engine's request for the rest of the turn."""
         ids = self.ids
         return GenRequest(self.branch.slot, self.prompt + ids, len(ids), self.branch.seed)
 
 
 class TokenLedger:
-    """Holds all conversations of one session. ``slot`` is the cache row of the first conversation; those of others are
-    derived from it. ``seed`` is that of its random numbers. ``limits`` bound each trajectory, and the policy turns of
-    the session."""
+    """All conversations of one session.
+
+    ``slot`` is the cache slot and ``seed`` the seed of the first conversation; those of others are derived from them.
+    ``limits`` bound each trajectory, and the number of policy turns of the session.
+    """
 
     def __init__(self, chat: TemplateChat, limits: Limits, *, slot: int, seed: int | None) -> None:
         self.branches: list[Branch] = []
         self.slots: list[int] = []
+        """Cache slots of all conversations, including those without a kept turn."""
         self.turns = 0
+        """Number of kept turns."""
         self.limit_hit = ""
-        """The limit beyond which the last turn was refused, until another turn is kept."""
+        """Status of the limit at which the last turn was refused; "" after another turn is kept."""
         self.refusals: dict[str, str] = {}
-        """Every limit of which a refusal has spoken, by the words of the refusal: its code and its message."""
-        self._under_way = 0
-        self._chat, self._limits = chat, limits
-        self._first_slot, self._seed = slot, seed
+        """Status of each limit that was hit, by the code and by the message of the refusal."""
+        self._n_running = 0
+        self._chat = chat
+        self._limits = limits
+        self._first_slot = slot
+        self._seed = seed
 
     def begin(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> OpenTurn:
-        """Open the turn that follows ``messages``. Raises ApiError when there is no room for it, or when the model's
-        chat template does not render them."""
+        """Start the turn that follows ``messages``.
+
+        Raises ApiError beyond a limit, and if the model's chat template cannot render the messages.
+        """
         limits = self._limits
-        # Turns under way count: of many that are asked for at once, each would find none of the others kept.
-        if self.turns + self._under_way >= limits.max_turns:
-            raise self._over("max_turns", "turn_limit", f"this session has had its {limits.max_turns} turns")
+        # Running turns count as well; otherwise concurrent requests could exceed the limit together.
+        if self.turns + self._n_running >= limits.max_turns:
+            raise self._refuse("max_turns", "turn_limit", f"this session has had its {limits.max_turns} turns")
         try:
-            turn = self._opened(messages, tools)
+            turn = self._open_turn(messages, tools)
         except ChatTemplateError as error:
             raise ApiError(400, "unsupported", str(error)) from error
         if turn.branch.tokens.room - len(turn.between) < limits.turn_tokens:
@@ -158,23 +184,25 @@ class TokenLedger:
                 f"the conversation has {len(turn.prompt)} tokens; with a turn of {limits.turn_tokens} that is more "
                 f"than {limits.max_total_tokens}"
             )
-            raise self._over("token_budget", "context_length_exceeded", text)
+            raise self._refuse("token_budget", "context_length_exceeded", text)
         turn.branch.busy = True
-        self._under_way += 1
+        self._n_running += 1
         return turn
 
     def is_out_of_turns(self, task: Task) -> bool:
-        """Return whether the limit of turns is reached, where the task itself would allow more."""
+        """Return whether the limit of turns is reached although the task itself allows more."""
         return self.turns >= self._limits.max_turns and task.allows_more_than(self._limits.max_turns)
 
     def add(self, turn: OpenTurn, output: GenOutput) -> bool:
-        """Take what was sampled; returns whether the turn is complete. Raises ValueError for an output that is no turn,
-        and ApiError when the engine's context has no room for one."""
+        """Add an output of the engine; return whether the turn is complete.
+
+        Raises ValueError for an invalid output, and ApiError if the engine's context is full before the turn.
+        """
         count = len(output.token_ids)
         interrupted = output.finish_reason == "interrupted"
         full = not count and output.finish_reason == "length"
         if full and not turn.parts:
-            raise self._over(
+            raise self._refuse(
                 "token_budget",
                 "context_length_exceeded",
                 f"the conversation of {len(turn.prompt)} tokens fills the engine's context",
@@ -195,28 +223,30 @@ class TokenLedger:
         return True
 
     def keep(self, turn: OpenTurn) -> None:
-        """Make the turn part of the trajectory: the agent gets it."""
-        branch, self.limit_hit = turn.branch, ""
+        """Add a complete turn, which the agent gets, to its trajectory."""
+        branch = turn.branch
+        self.limit_hit = ""
         if turn.between:
             branch.tokens.append_environment(turn.between)
         for number, part in enumerate(turn.parts):
             branch.tokens.append_policy(part, continues=number > 0)
         branch.messages += [*turn.messages, turn.answer]
-        ended, tokens = turn.finish_reason == "stop", len(branch.tokens.completion_ids)
-        branch.marks.append(Mark(len(branch.messages), tokens, ended, turn.said, turn.reply))
+        ended = turn.finish_reason == "stop"
+        n_tokens = len(branch.tokens.completion_ids)
+        branch.marks.append(Mark(len(branch.messages), n_tokens, ended, turn.said, turn.reply))
         if branch not in self.branches:
             self.branches.append(branch)
         branch.busy = False
-        self._under_way -= 1
+        self._n_running -= 1
         self.turns += 1
 
     def discard(self, turn: OpenTurn) -> None:
-        """Drop a turn that failed or that nobody got."""
+        """Drop a turn that failed or whose client has disconnected."""
         turn.branch.busy = False
-        self._under_way -= 1
+        self._n_running -= 1
 
-    def said(self, message: Message) -> AssistantMessage | None:
-        """Return what the policy said in the latest turn that was answered with ``message``; None if there is none."""
+    def find_turn(self, message: Message) -> AssistantMessage | None:
+        """Return the latest turn of the policy that was answered with ``message``; None if there is none."""
         for branch in reversed(self.branches):
             for mark in reversed(branch.marks):
                 if branch.messages[mark.messages - 1] == message:
@@ -224,62 +254,70 @@ class TokenLedger:
         return None
 
     def ordered(self) -> list[Branch]:
-        """Return the trajectories, the main one first: that with the most sampled tokens, of equal ones the latest."""
+        """Return the trajectories with the main one first: most sampled tokens first, among equals the latest first."""
         return sorted(reversed(self.branches), key=lambda branch: -branch.sampled)
 
-    def _opened(self, messages: Sequence[Message], tools: Tools) -> OpenTurn:
+    def _open_turn(self, messages: Sequence[Message], tools: Tools) -> OpenTurn:
+        """Return the turn after ``messages``: in a conversation that they continue, in a branch, or in a new one."""
         key = tools.key
-        branch, mark = self._known(messages, key)
+        branch, mark = self._find_continuation(messages, key)
         if branch is None or mark is None:
-            prompt = self._chat.opening(_maps(messages), tools.schemas)
+            prompt = self._chat.opening(_to_dicts(messages), tools.schemas)
             return OpenTurn(self._new_branch(prompt, key), list(messages), [], tools)
         tail = list(messages[mark.messages :])
         end = branch.tokens.completion_ids[mark.tokens - 1]
-        between = self._chat.following_messages(_maps(tail), ended=mark.ended, end=end, tools=tools.schemas)
+        between = self._chat.following_messages(_to_dicts(tail), ended=mark.ended, end=end, tools=tools.schemas)
         if mark is branch.marks[-1] and not branch.busy:
             return OpenTurn(branch, tail, between, tools)
         ids = branch.tokens.prompt_ids + branch.tokens.completion_ids[: mark.tokens]
         return OpenTurn(self._new_branch(ids + between, key), branch.messages[: mark.messages] + tail, [], tools)
 
-    def _known(self, messages: Sequence[Message], tools: str) -> tuple[Branch | None, Mark | None]:
-        """Return the latest place in a known conversation after which ``messages`` add no words of the policy."""
+    def _find_continuation(self, messages: Sequence[Message], tools: str) -> tuple[Branch | None, Mark | None]:
+        """Return the conversation and the policy turn in it that ``messages`` continue, or (None, None).
+
+        ``messages`` must equal the conversation up to that turn and add no further assistant message. A turn that is
+        the last one of an idle conversation is preferred: it can be continued without a branch.
+        """
         best: tuple[Branch | None, Mark | None] = (None, None)
-        spoken = max((n for n, message in enumerate(messages, 1) if message.role == "assistant"), default=0)
+        n_shared = max((n for n, message in enumerate(messages, 1) if message.role == "assistant"), default=0)
         for branch in reversed(self.branches):
-            mark = next((mark for mark in branch.marks if mark.messages == spoken), None)
-            if mark is None or spoken == len(messages) or branch.tools != tools:
+            mark = next((mark for mark in branch.marks if mark.messages == n_shared), None)
+            if mark is None or n_shared == len(messages) or branch.tools != tools:
                 continue
-            if branch.messages[:spoken] != list(messages[:spoken]):
+            if branch.messages[:n_shared] != list(messages[:n_shared]):
                 continue
             if mark is branch.marks[-1] and not branch.busy:
                 return branch, mark
             if best[0] is None:
-                best = branch, mark
+                best = (branch, mark)
         return best
 
     def _new_branch(self, prompt: list[int], tools: str) -> Branch:
         number = len(self.slots)
         if number >= MAX_BRANCHES:
-            raise self._over("max_turns", "branch_limit", f"this session has had its {MAX_BRANCHES} conversations")
+            raise self._refuse("max_turns", "branch_limit", f"this session has had its {MAX_BRANCHES} conversations")
         seed = None if self._seed is None else (self._seed + number * _SEED_STRIDE) % (1 << 63)
         self.slots.append(self._first_slot + number * _SLOT_STRIDE)
         return Branch(self.slots[-1], seed, TokenBuffer(prompt, self._limits.max_total_tokens), tools)
 
-    def _over(self, status: str, code: str, message: str) -> ApiError:
+    def _refuse(self, status: str, code: str, message: str) -> ApiError:
+        """Record that a limit was hit, with the status that it gives the episode, and return the error to raise."""
         self.limit_hit = status
         self.refusals |= {code: status, message: status}
         return ApiError(400, code, message)
 
 
-def _maps(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _to_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.for_template() for message in messages]
 
 
 MAX_SESSIONS = 4096
+"""Open sessions of an endpoint."""
 MAX_AT_ONCE = 16
+"""Concurrent requests of a session."""
 Reward = float | Mapping[str, float]
-"""The reward of all trajectories of a session; or of each, named by the id of a completion in it. Of several
-completions of one trajectory the latest counts; a trajectory that no id names is left out."""
+"""The reward of all trajectories of a session, or of each one by the id of a completion in it. If several completions
+of one trajectory are named, the latest counts; a trajectory that no id names is left out."""
 
 
 @dataclass(frozen=True)
@@ -288,40 +326,50 @@ class Ending:
     what was reported to the session."""
 
     status: str
+    """Status of the episode."""
     reward: Reward | None = None
+    """The reward; None: the one reported to the session."""
     achieved: bool = False
+    """Whether the task is solved."""
     progress: float = 0.0
+    """Solved fraction of the task."""
     message: str = ""
+    """The error of a failed episode."""
     task: Task = field(default_factory=lambda: Task(""))
+    """The task."""
     task_text: str = ""
+    """Text of the task."""
 
 
 class Session:
-    """Holds one agent's conversations. Use it on one event loop. ``reward`` is the reported one, once there is one;
-    ``engine_error`` the last failure of the engine, until a turn that was asked for after it succeeds."""
+    """One agent's session: sampling of turns, and the reported reward. Use it on one event loop."""
 
     def __init__(self, key: str, ledger: TokenLedger, llm: TokenSource) -> None:
         self.key = key
+        """Id of the session, which is a secret."""
         self.ledger = ledger
         self.reward: Reward | None = None
+        """The reported reward."""
         self.engine_error: GenerationFailed | None = None
+        """The last failure of the engine, until a later request succeeds."""
         self.ended = asyncio.Event()
         self._llm = llm
         self._running: set[asyncio.Task[None]] = set()
 
     async def sample(self, messages: Sequence[Message], tools: Tools = NO_TOOLS) -> OpenTurn:
-        """Sample the policy's next turn; the caller must ``keep`` or ``discard`` it. Raises ApiError."""
+        """Sample the policy's next turn, which the caller must ``keep`` or ``discard``. Raises ApiError."""
         if self.ended.is_set():
-            raise _gone("this session is over")
+            raise _session_over("this session is over")
         if len(self._running) >= MAX_AT_ONCE:
             raise ApiError(429, "too_many_requests", f"this session has {MAX_AT_ONCE} requests under way")
-        turn, known_error = self.ledger.begin(messages, tools), self.engine_error
+        turn = self.ledger.begin(messages, tools)
+        earlier_error = self.engine_error
         work = asyncio.ensure_future(self._sample(turn))
         self._running.add(work)
         try:
             await asyncio.wait((work,))
             if work.cancelled() or self.ended.is_set():
-                raise _gone("this session ended meanwhile")
+                raise _session_over("this session ended meanwhile")
             work.result()
         except (GenerationFailed, ValueError) as error:
             self.engine_error = error if isinstance(error, GenerationFailed) else GenerationFailed(str(error))
@@ -333,78 +381,87 @@ class Session:
         finally:
             self._running.discard(work)
             work.cancel()
-        if self.engine_error is known_error:
+        if self.engine_error is earlier_error:  # the failure came before this request, which has succeeded
             self.engine_error = None
         return turn
 
     def keep(self, turn: OpenTurn) -> None:
-        """Make a sampled turn part of its trajectory: the agent gets it. Raises ApiError, and drops the turn, when the
-        session ended since: its outcome may be made already, and holds the lists that this would add to."""
+        """Add a sampled turn, which the agent gets, to its trajectory.
+
+        Raises ApiError and drops the turn if the session has ended: its outcome may exist already and share the lists
+        that the turn would be added to.
+        """
         if self.ended.is_set():
             self.discard(turn)
-            raise _gone("this session ended meanwhile")
+            raise _session_over("this session ended meanwhile")
         self.ledger.keep(turn)
 
     def discard(self, turn: OpenTurn) -> None:
-        """Drop a sampled turn that nobody gets."""
+        """Drop a sampled turn whose client has disconnected."""
         self.ledger.discard(turn)
 
     def report(self, reward: Reward) -> None:
-        """Take the agent's report of how it went, which ends the session. Raises ApiError for a second report or one
-        that is no reward."""
+        """Record the agent's reward and end the session. Raises ApiError for a second report or an invalid reward."""
         if self.ended.is_set():
-            raise _gone("this session is over")
+            raise _session_over("this session is over")
         try:
-            self.reward = _known(read_reward(reward), self.ledger.branches)
+            self.reward = _check_replies(read_reward(reward), self.ledger.branches)
         except ValueError as error:
             raise ApiError(400, "invalid_reward", str(error)) from None
         self.end()
 
     def end(self) -> None:
-        """Refuse further requests; those under way are cancelled, and the engine forgets the session."""
+        """Refuse further requests, cancel running ones, and free the session's cache slots."""
         self.ended.set()
         for work in self._running:
             work.cancel()
         self._llm.free(self.ledger.slots)
 
-    def limit_told_by(self, error: BaseException) -> str:
-        """Return the limit of whose refusal an exception of the agent tells: by the words of the refusal, or by status
-        400 and the address of this session, in its own text or in that of what it was raised from. "" for any other,
-        such as one that was raised while the agent dealt with a refusal."""
+    def find_limit(self, error: BaseException) -> str:
+        """Return the status of the limit whose refusal caused an exception of the agent; "" if none did.
+
+        A refusal is recognised by its code or message, or by status 400 with the address of this session, in the text
+        of the exception or of its cause (``__cause__``). An exception that was merely raised while the agent handled a
+        refusal does not count.
+        """
         if isinstance(error, BaseExceptionGroup):
-            limits = [self.limit_told_by(each) for each in error.exceptions]
+            limits = [self.find_limit(each) for each in error.exceptions]
             return limits[-1] if all(limits) else ""
-        told = f"{error} {getattr(error, 'url', '')} "
-        with contextlib.suppress(Exception):  # Of any client: a body that was not read, or that is no text.
-            told += str(error.response.text)  # type: ignore[attr-defined]
+        text = f"{error} {getattr(error, 'url', '')} "
+        with contextlib.suppress(Exception):  # of any HTTP client; the body may be unread or no text
+            text += str(error.response.text)  # type: ignore[attr-defined]
         for words, status in self.ledger.refusals.items():
-            if words in told or (self.key in told and "400" in told):
+            if words in text or (self.key in text and "400" in text):
                 return status
-        return self.limit_told_by(error.__cause__) if error.__cause__ is not None else ""
+        return self.find_limit(error.__cause__) if error.__cause__ is not None else ""
 
     def outcomes(self, ending: Ending) -> list[RolloutOutcome]:
-        """Return the trajectories of the session, the main one first; there is one without tokens if the agent never
-        spoke. All have the same reward, unless there is one for each (see ``Reward``)."""
+        """Return the outcomes of the session's trajectories, the main one first.
+
+        If the agent made no request, there is one without tokens. All have the same reward unless there is one for each
+        (``Reward``).
+        """
         branches = self.ledger.ordered()
         reward = self.reward if ending.reward is None else ending.reward
         if ending.status in VALID_STATUSES and reward is not None:
             try:
-                reward = _known(read_reward(reward), branches)
+                reward = _check_replies(read_reward(reward), branches)
             except ValueError as error:
                 ending = replace(ending, status=AGENT_FAILED, message=str(error))
         if isinstance(reward, Mapping) and ending.status in VALID_STATUSES:
-            named = [(branch, _named_reward(reward, branch)) for branch in branches]
-            chosen = [(branch, value) for branch, value in named if value is not None]
+            rewards = [(branch, _find_reward(reward, branch)) for branch in branches]
+            rewarded = [(branch, value) for branch, value in rewards if value is not None]
         else:
-            chosen = [(branch, None if isinstance(reward, Mapping) else reward) for branch in branches]
-        return [self._outcome(*pair, ending) for pair in chosen] or [self._outcome(None, None, ending)]
+            rewarded = [(branch, None if isinstance(reward, Mapping) else reward) for branch in branches]
+        return [self._build_outcome(*pair, ending) for pair in rewarded] or [self._build_outcome(None, None, ending)]
 
-    def _outcome(self, branch: Branch | None, reward: float | None, ending: Ending) -> RolloutOutcome:
-        status, message = ending.status, ending.message
+    def _build_outcome(self, branch: Branch | None, reward: float | None, ending: Ending) -> RolloutOutcome:
+        status = ending.status
+        message = ending.message
         if status in VALID_STATUSES and (branch is None or reward is None):
             status = AGENT_FAILED
             message = "the agent asked for nothing" if branch is None else "nobody reported a reward"
-        # What an agent is rewarded with is known at its last turn.
+        # The whole reward belongs to the last turn.
         turns = branch.turns() if branch else ()
         rewards = [0.0 for _ in turns]
         if rewards and status in VALID_STATUSES:
@@ -433,7 +490,7 @@ class Session:
 
 
 class Sessions:
-    """Keeps the sessions of one endpoint."""
+    """The open sessions of one endpoint."""
 
     def __init__(self, chat: TemplateChat, limits: Limits) -> None:
         self.chat = chat
@@ -441,8 +498,10 @@ class Sessions:
         self._open: dict[str, Session] = {}
 
     def open(self, llm: TokenSource, *, slot: int, seed: int | None = None, max_turns: int = 0) -> Session:
-        """Open a session whose tokens come from ``llm``, for at most ``max_turns`` turns where that is not 0. Raises
-        RuntimeError when there are too many."""
+        """Open a session with tokens from ``llm`` and at most ``max_turns`` turns (0: as the limits say).
+
+        Raises RuntimeError if there are too many open sessions.
+        """
         if len(self._open) >= MAX_SESSIONS:
             raise RuntimeError(f"the endpoint has {MAX_SESSIONS} sessions; close some")
         limits = replace(self._limits, max_turns=min(self._limits.max_turns, max_turns or self._limits.max_turns))
@@ -452,29 +511,28 @@ class Sessions:
         return session
 
     def find(self, key: str) -> Session:
-        """Return the session with this id. Raises ApiError for an id that was never given out or whose session is
-        closed."""
+        """Return the open session with this id. Raises ApiError if there is none."""
         session = self._open.get(key)
         if session is None:
             raise ApiError(404, "no_such_session", "there is no such session")
         return session
 
     def close(self, session: Session) -> None:
-        """Forget a session; harmless when repeated."""
+        """Close a session. Idempotent."""
         if self._open.pop(session.key, None) is not None and not session.ended.is_set():
             session.end()
 
 
-def read_reward(found: object) -> Reward:
-    """Return a reward with plain numbers. Raises ValueError that says why ``found`` is none."""
-    if isinstance(found, Mapping):
-        if not found:
+def read_reward(value: object) -> Reward:
+    """Return a reward as plain floats. Raises ValueError, with the reason, if ``value`` is no reward."""
+    if isinstance(value, Mapping):
+        if not value:
             raise ValueError("the map of rewards is empty")
-        return {reply: _number(value) for reply, value in found.items()}
-    return _number(found)
+        return {reply: _read_number(each) for reply, each in value.items()}
+    return _read_number(value)
 
 
-def _number(value: object) -> float:
+def _read_number(value: object) -> float:
     number = finite_number(value)
     if number is None and isinstance(value, int):
         raise ValueError("an integer that is not a reward: it is too large")
@@ -483,18 +541,19 @@ def _number(value: object) -> float:
     return number
 
 
-def _known(reward: Reward, branches: Sequence[Branch]) -> Reward:
-    """The reward. Raises ValueError where it names a completion that there was none."""
-    known = {mark.reply for branch in branches for mark in branch.marks}
+def _check_replies(reward: Reward, branches: Sequence[Branch]) -> Reward:
+    """Return the reward. Raises ValueError if it names the id of no completion of these conversations."""
+    replies = {mark.reply for branch in branches for mark in branch.marks}
     for reply in reward if isinstance(reward, Mapping) else ():
-        if reply not in known:
+        if reply not in replies:
             raise ValueError(f"{str(reply)[:100]!r} is the id of no completion of this session")
     return reward
 
 
-def _named_reward(rewards: Mapping[str, float], branch: Branch) -> float | None:
+def _find_reward(rewards: Mapping[str, float], branch: Branch) -> float | None:
+    """Return the reward of a conversation by the latest of its completions that has one; None if none has."""
     return next((rewards[mark.reply] for mark in reversed(branch.marks) if mark.reply in rewards), None)
 
 
-def _gone(message: str) -> ApiError:
+def _session_over(message: str) -> ApiError:
     return ApiError(409, "session_over", message)
