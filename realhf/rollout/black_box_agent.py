@@ -107,23 +107,23 @@ class AgentSession:
 
         Raises EnvironmentFailure, then again at every later step, and TypeError for an object that is no message.
         """
-        said = self._as_sampled(_as_message(message))
+        policy_turn = self._as_sampled(_as_message(message))
         async with self._step_lock:
             if self._failure is not None:
                 raise self._failure
             if self._ended or self._progress.status:
                 return Answer([{"role": "user", "content": _OVER}], _OVER, True)
             try:
-                turn = await self._run_step(said)
-                text = self._progress.add_turn(said, turn)
+                turn = await self._run_step(policy_turn)
+                text = self._progress.add_turn(policy_turn, turn)
             except EnvironmentFailure as error:
                 self._failure = error
                 raise
         messages = [dict(each) for each in turn.messages]
         return Answer(messages, text, bool(self._progress.status), turn.reward, dict(turn.metrics))
 
-    async def _run_step(self, said: AssistantMessage) -> Turn:
-        self._running_step = asyncio.ensure_future(self._env.step(said))
+    async def _run_step(self, policy_turn: AssistantMessage) -> Turn:
+        self._running_step = asyncio.ensure_future(self._env.step(policy_turn))
         try:
             return await self._running_step
         finally:

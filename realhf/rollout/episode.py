@@ -521,7 +521,7 @@ class EpisodeProgress:
         self._state = state_number(opening.messages, opening.state_key)
         return self.task_text
 
-    def add_turn(self, said: AssistantMessage, turn: Turn, max_turns: int | None = None) -> str:
+    def add_turn(self, policy_turn: AssistantMessage, turn: Turn, max_turns: int | None = None) -> str:
         """Record a turn of the policy and the environment's answer; return the text of the answer.
 
         Sets ``status`` if the episode ends with it. Raises EnvironmentFailure for a reward or metric that is not
@@ -531,9 +531,11 @@ class EpisodeProgress:
             if value is not None and not is_finite(value):
                 raise EnvironmentFailure("internal", f"{name} is {value}, not a finite number")
         shown = "\n".join(str(message.get("content") or "") for message in turn.messages)
-        text = said.text or said.content
+        text = policy_turn.text or policy_turn.content
         reward = turn.reward or 0.0
-        self.turns.append(PlayedTurn(text, shown, reward, said, turn.messages, turn.rewards, turn.metrics, turn.info))
+        self.turns.append(
+            PlayedTurn(text, shown, reward, policy_turn, turn.messages, turn.rewards, turn.metrics, turn.info)
+        )
         before = self.reward
         if turn.reward is not None:
             self.reward = turn.reward if turn.final else self.reward + turn.reward

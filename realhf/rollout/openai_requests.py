@@ -88,20 +88,20 @@ def call_body(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def answer(said: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) -> Message:
+def answer(turn: AssistantMessage, prompt: Sequence[int], ids: Sequence[int]) -> Message:
     """Return the message that a client gets for a turn sampled as ``ids`` after ``prompt``.
 
     The ids of its calls are a hash of ``prompt`` and ``ids``. Calls that could not be parsed stay in the content; if
     there are no others, the content is the whole text.
     """
-    calls = [call for call in said.tool_calls if not call.problem]
+    calls = [call for call in turn.tool_calls if not call.problem]
     if not calls:
-        return Message("assistant", said.text)
-    broken = dict.fromkeys(call.text for call in said.tool_calls if call.problem)
+        return Message("assistant", turn.text)
+    broken = dict.fromkeys(call.text for call in turn.tool_calls if call.problem)
     digest = hashlib.blake2b(array("q", [len(prompt), *prompt, *ids]).tobytes(), digest_size=16)
     return Message(
         "assistant",
-        "\n".join(filter(None, [said.content, *broken])),
+        "\n".join(filter(None, [turn.content, *broken])),
         tuple(
             Call(_call_id(digest.digest(), number), call.name, json.dumps(call.arguments, ensure_ascii=False))
             for number, call in enumerate(calls)

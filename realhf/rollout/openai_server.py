@@ -84,7 +84,7 @@ def _content(turn: OpenTurn) -> dict[str, Any]:
     if not answer.calls:
         return {"content": answer.content}
     body: dict[str, Any] = {"content": answer.content or None, "tool_calls": [call_body(call) for call in answer.calls]}
-    return body | ({"reasoning_content": turn.said.reasoning} if turn.said.reasoning else {})
+    return body | ({"reasoning_content": turn.parsed.reasoning} if turn.parsed.reasoning else {})
 
 
 def _finish_reason(turn: OpenTurn) -> str:

@@ -41,7 +41,7 @@ class Mark:
     """Number of completion ids up to and including the turn."""
     ended: bool
     """Whether a sampled stop id ended the turn."""
-    said: AssistantMessage
+    turn: AssistantMessage
     """The policy's turn."""
     reply: str
     """Id of the completion."""
@@ -83,7 +83,7 @@ class Branch:
         following = [self.messages[mark.messages : end] for mark, end in zip(self.marks, ends, strict=True)]
         return tuple(
             PlayedTurn(
-                mark.said.text, "\n".join(message.content for message in messages), 0.0, mark.said, _to_dicts(messages)
+                mark.turn.text, "\n".join(message.content for message in messages), 0.0, mark.turn, _to_dicts(messages)
             )
             for mark, messages in zip(self.marks, following, strict=True)
         )
@@ -107,7 +107,7 @@ class OpenTurn:
     """Tools of the request."""
     parts: list[GenOutput] = field(default_factory=list)
     """Outputs of the engine so far."""
-    said: AssistantMessage = field(default_factory=lambda: AssistantMessage(""))
+    parsed: AssistantMessage = field(default_factory=lambda: AssistantMessage(""))
     """The parsed turn, once it is complete."""
     answer: Message = field(default_factory=lambda: Message("assistant", ""))
     """The message that the agent gets, once the turn is complete."""
@@ -135,7 +135,7 @@ class OpenTurn:
     @property
     def text(self) -> str:
         """The whole text of the turn."""
-        return self.said.text
+        return self.parsed.text
 
     def request(self) -> GenRequest:
         """Return the engine's request for the rest of the turn."""
@@ -216,10 +216,10 @@ class TokenLedger:
         if interrupted:
             return False
         ids = turn.ids
-        turn.said = self._chat.parse(ids, turn.tools.schemas)
+        turn.parsed = self._chat.parse(ids, turn.tools.schemas)
         turn.answer = Message("assistant", turn.text)
         if turn.tools.read_calls:
-            turn.answer = answer(turn.said, turn.prompt, ids)
+            turn.answer = answer(turn.parsed, turn.prompt, ids)
         return True
 
     def keep(self, turn: OpenTurn) -> None:
@@ -233,7 +233,7 @@ class TokenLedger:
         branch.messages += [*turn.messages, turn.answer]
         ended = turn.finish_reason == "stop"
         n_tokens = len(branch.tokens.completion_ids)
-        branch.marks.append(Mark(len(branch.messages), n_tokens, ended, turn.said, turn.reply))
+        branch.marks.append(Mark(len(branch.messages), n_tokens, ended, turn.parsed, turn.reply))
         if branch not in self.branches:
             self.branches.append(branch)
         branch.busy = False
@@ -250,7 +250,7 @@ class TokenLedger:
         for branch in reversed(self.branches):
             for mark in reversed(branch.marks):
                 if branch.messages[mark.messages - 1] == message:
-                    return mark.said
+                    return mark.turn
         return None
 
     def ordered(self) -> list[Branch]:
