@@ -194,6 +194,18 @@ def arrows_of_a_module(path: Path) -> None:
     assert not wrong, f"{path.relative_to(ROOT)}: {own} may import from {ROOMS[own] or 'no other room'}, not {wrong}"
 
 
+@pytest.mark.parametrize("folder", ["realhf/dataflow", "realhf/rollout", "workers"])
+def test_no_two_modules_import_each_other(folder: str):
+    """Not even for type checking: what both need belongs into a module below them."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules(folder)}
+    imports = {
+        name: {full if full in paths else full.rpartition(".")[0] for full in imported_by(path)}
+        for name, path in paths.items()
+    }
+    pairs = [(one, other) for one in paths for other in imports[one] & paths.keys() if one in imports[other]]
+    assert not pairs
+
+
 def test_workers_and_experiments_import_realhf_but_not_the_launcher():
     for path in modules("workers", "experiments"):
         own = path.relative_to(ROOT).parts[0]
