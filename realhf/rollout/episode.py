@@ -230,6 +230,7 @@ class Conversation:
     _end: int | None = None
     """The last token of the last turn."""
     _has_turn: bool = False
+    """Whether a turn was sampled."""
 
     @property
     def last_turn_cut(self) -> bool:
@@ -502,6 +503,7 @@ class EpisodeProgress:
     _state: int = 0
     """``state_number`` of the current state."""
     _started_at: float = field(default_factory=time.perf_counter)
+    """Time of its start, by ``time.perf_counter``."""
 
     @property
     def achieved(self) -> bool:

@@ -322,11 +322,10 @@ of one trajectory are named, the latest counts; a trajectory that no id names is
 
 @dataclass(frozen=True)
 class Ending:
-    """Says how an episode ended, for its trajectories. ``status``: see ``realhf.api.rollout``; ``reward`` None:
-    what was reported to the session."""
+    """How an episode ended; the basis of the outcomes of its trajectories."""
 
     status: str
-    """Status of the episode."""
+    """Status of the episode, as in ``realhf.api.rollout``."""
     reward: Reward | None = None
     """The reward; None: the one reported to the session."""
     achieved: bool = False
