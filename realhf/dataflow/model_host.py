@@ -145,9 +145,8 @@ class ModelHost:
     The host owns the policy version: it alone sets ``Engine.version``, to the step's number before every call and to
     the next number after a train call.
 
-    ``given_up()`` says whether the master has cancelled the running call, such as
-    ``RpcWorker.is_running_call_cancelled``. ``addressed(url)``
-    adds the token of the run to the URL of one of its HTTP servers. ``recorder`` records rollouts.
+    ``given_up()`` says whether the master has cancelled the running call (``RpcWorker.is_running_call_cancelled``).
+    ``addressed(url)`` adds the token of the run to the URL of one of its HTTP servers. ``recorder`` records rollouts.
     """
 
     def __init__(
