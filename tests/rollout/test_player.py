@@ -166,7 +166,7 @@ def test_an_error_of_the_engine_is_raised_and_the_player_goes_on() -> None:
 
 def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realhf.rollout.blocking_player._CHECK_S", 0.05)
-    over, look = threading.Event(), BlockingPlayer._look
+    over, look = threading.Event(), BlockingPlayer._check_loop
 
     def looked(player: BlockingPlayer) -> None:
         try:
@@ -175,7 +175,7 @@ def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch:
             over.set()
             raise
 
-    monkeypatch.setattr(BlockingPlayer, "_look", looked)
+    monkeypatch.setattr(BlockingPlayer, "_check_loop", looked)
 
     def blocks(env: Scripted, message: Any) -> Any:
         return over.wait(60) and None

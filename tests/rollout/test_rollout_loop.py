@@ -205,7 +205,7 @@ async def test_a_master_that_dies_ends_the_loop(scene: Any) -> None:
     await asyncio.to_thread(run.master.server.close)
     run.players.append(FakePlayer())
     run.loop._idle.append(run.players[1])
-    run.loop._freed.set()
+    run.loop._player_idle.set()
     with pytest.raises(PeerLost):
         await asyncio.wait_for(playing, 60)
     assert run.players[0].closed and not run.players[0].playing
