@@ -117,7 +117,7 @@ class _TextEpisodeAgent:
 
 
 class _TextTurns:
-    """A ``TurnSource`` without tokens. A episode_agent that gives up ends the episode like one whose context
+    """A ``TurnSource`` without tokens. One that gives up ends the episode like one whose context
     is full."""
 
     tokens = None

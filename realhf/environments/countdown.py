@@ -50,7 +50,7 @@ from realhf.env.loader.tasks import GroupedTaskSet, is_held_out
 from realhf.env.loader.threads import Threads
 
 LONGEST_ANSWER = 240
-"""Most characters of an answer; eight numbers with all steps format_steps out need fewer."""
+"""Most characters of an answer; eight numbers with all steps written out need fewer."""
 DEEPEST = 16
 """Most nested parentheses."""
 MOST_DIGITS = 18

@@ -84,7 +84,7 @@ class StateCallError(Exception):
 
 
 class UnreadableAnswer(StateCallError):
-    """An answer cannot be decode_document. The simulator works; its content may have been made undecodable
+    """An answer cannot be decoded. The simulator works; its content may have been made undecodable
     by the agent on purpose, so a check that meets this error has failed."""
 
     def __init__(self, message: str) -> None:

@@ -67,7 +67,7 @@ class Failure:
 
 
 def template_problems(template: Template) -> list[Fault]:
-    """Return the find_problems of a template that can be found without a simulator."""
+    """Return the problems of a template that can be found without a simulator."""
     if template.split not in SPLITS:
         return [Fault(f"split is {template.split!r}", "split")]
     try:
@@ -158,7 +158,7 @@ def play(
 
 
 def find_problems(episode: Episode, task: Task, *, thorough: bool = False) -> list[Fault]:
-    """Return the find_problems of a task instance; empty for a sound one. ``thorough``: also check the
+    """Return the problems of a task instance; empty for a sound one. ``thorough``: also check the
     fields that are left free, the wrong habits and their recoveries, and every possible set of
     drifts."""
     try:
@@ -283,9 +283,9 @@ def _drift_problems(episode: Episode, task: Task) -> Iterator[Fault]:
 
 
 def validate(templates: Sequence[Template], seeds: int, pool_size: int, console: Console) -> dict[int, list[str]]:
-    """Return find_problems by template: those found on paper, and those of ``seeds`` training instances
+    """Return problems by template: those found on paper, and those of ``seeds`` training instances
     and one with held-out names, each prefixed with file, line and task. The first instance is
-    checked thoroughly. Templates with find_problems on paper are not played."""
+    checked thoroughly. Templates with problems on paper are not played."""
     drawn = [*((seed, "train") for seed in range(seeds)), (0, "heldout")]
     problems = {one.task_id: [fault.describe(one) for fault in template_problems(one)] for one in templates}
     sound = [template for template in templates if not problems[template.task_id]]
