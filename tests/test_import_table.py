@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS: dict[str, str] = {
     "base": "",
+    "web": "base",
     "api": "base",
     "transport": "api base",
     "backends/embedded": "api base",
@@ -24,22 +25,22 @@ ROOMS: dict[str, str] = {
     "data": "api base transport",
     "dataflow/journal": "api base",
     "env/containment": "base",
-    "env/server": "api base",
+    "env/server": "api base web",
     "aws/tasks": "",
     "aws/cli": "base env/containment",
-    "trajectory": "",
+    "trajectory": "web",
     "trajectory/client": "api base trajectory",
     "trajectory/store": "base trajectory",
-    "trajectory/state": "base trajectory trajectory/store",
+    "trajectory/state": "base trajectory trajectory/store web",
     "trajectory/training": "api trajectory/client",
-    "trajectory/wire": "trajectory",
-    "trajectory/http": "base trajectory trajectory/state trajectory/store trajectory/wire",
+    "trajectory/wire": "trajectory web",
+    "trajectory/http": "base trajectory trajectory/state trajectory/store trajectory/wire web",
     "scheduler": "base env/containment",
     "monitor/rollouts": "api base",
     "monitor": "api base monitor/rollouts",
     "cluster": "api base monitor scheduler transport",
     "cluster/engines": "api base cluster scheduler transport",
-    "view": "api base monitor monitor/rollouts",
+    "view": "api base monitor monitor/rollouts web",
     "aws/simulator": "aws/cli base env/containment",
     "aws/grading": "aws/cli aws/simulator aws/tasks base",
     "aws/real_aws": "aws/cli aws/grading aws/simulator aws/tasks base env/containment",
@@ -50,21 +51,21 @@ ROOMS: dict[str, str] = {
     "env/loader": "api base registry",
     "environments/sql": "api base env/loader",
     "env/check": "api base env/containment env/loader registry",
-    "env/server/spec": "api base env/containment env/loader env/server registry",
+    "env/server/spec": "api base env/containment env/loader env/server registry web",
     "environments/files": "api base env/loader",
-    "rollout": "api base env/loader registry transport",
+    "rollout": "api base env/loader registry transport web",
     "launch": "api base dataflow env/loader monitor registry scheduler transport",
     "env": "api base env/check env/loader registry",
-    "env/adapters": "api base env env/loader",
+    "env/adapters": "api base env env/loader web",
     "aws": "api aws/cli aws/simulator aws/tasks backends/embedded backends/training base env env/containment "
-    "env/server rollout",
+    "env/server rollout web",
     "aws/episode": "api aws aws/cli aws/grading aws/real_aws aws/simulator aws/tasks base env/loader env/server",
-    "aws/playground": "aws aws/episode aws/grading aws/simulator aws/tasks env/server",
-    "aws/server": "aws aws/episode aws/playground aws/real_aws aws/simulator aws/tasks env/server",
+    "aws/playground": "aws aws/episode aws/grading aws/simulator aws/tasks env/server web",
+    "aws/server": "aws aws/episode aws/playground aws/real_aws aws/simulator aws/tasks env/server web",
     "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base rollout",
     "aws/client": "api aws base env rollout",
     "environments": "api base env/loader",
-    "tinker": "api backends/embedded backends/training base trajectory trajectory/wire",
+    "tinker": "api backends/embedded backends/training base web",
 }
 """Every folder of the product that holds modules, with the folders that it may import from. A row names rows above it
 only, so no two rooms import each other, not even in a circle."""
@@ -82,6 +83,7 @@ TORCH_FREE = (
     "realhf/transport",
     "realhf/trajectory",
     "realhf/view",
+    "realhf/web",
     "experiments",
     "workers/master_worker.py",
     "workers/env_worker.py",
@@ -93,11 +95,11 @@ called ``__main__``."""
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 READS_ENVIRONMENT = {
     "realhf/cluster/engines/slurm.py",  # whether it runs in a job, which Slurm says in no other way
-    "realhf/env/server/config.py",
     "realhf/aws/server_config.py",
     "realhf/aws/client/trl_tool.py",
     "realhf/aws/client/multi_turn_pool.py",
     "realhf/trajectory/http/config.py",
+    "realhf/web/settings.py",
 }
 
 

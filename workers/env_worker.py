@@ -20,11 +20,12 @@ from typing import NamedTuple
 import realhf
 from realhf.base.loopback import is_loopback_host
 from realhf.base.tls import in_memory
-from realhf.env.server.config import ConfigError, ServerConfig, add_arguments, resolve
+from realhf.env.server.config import ServerConfig
 from realhf.env.server.interfaces import ServedEnvironment
 from realhf.env.server.server import EnvServer, listen
 from realhf.scheduler.process import STOP_WITHIN_S, run_guarded
 from realhf.transport.network import Network
+from realhf.web.settings import SettingError
 from workers.worker_main import add_key_file, follow_master, read_keys, server_network
 
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         serve(program, arguments)
     except Interrupted:
         return 0
-    except (ConfigError, OSError, ValueError) as error:
+    except (SettingError, OSError, ValueError) as error:
         print(f"{program.name}: {error}", file=sys.stderr)
         return 2
     except RuntimeError as error:
@@ -96,7 +97,7 @@ def build_parser(program: ServerProgram) -> argparse.ArgumentParser:
     environment.add_argument("--env", default="", metavar="NAME", help=about)
     about = "option of the environment, with --env; as often as needed"
     environment.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help=about)
-    add_arguments(parser.add_argument_group("settings"), program.config)
+    program.config.add_arguments(parser.add_argument_group("settings"))
     run = parser.add_argument_group("as part of a training run")
     run.add_argument("--master", default="", help="endpoint of the master worker (none: stand alone)")
     run.add_argument("--run-id", default="", help="run that the master belongs to")
@@ -115,11 +116,11 @@ def _interrupt(stop: threading.Event) -> None:
 def serve(program: ServerProgram, arguments: argparse.Namespace) -> None:
     """Start the environment and the server, and serve: forever, or until the master says goodbye.
 
-    Raises ConfigError, OSError (port in use), RuntimeError (the environment does not start) or MasterLost.
+    Raises SettingError, OSError (port in use), RuntimeError (the environment does not start) or MasterLost.
     """
     keys = read_keys(arguments.key_file)
     network = server_network(arguments.master, keys)
-    config = resolve(arguments, program.config)
+    config = program.config.resolve(arguments)
     with ExitStack() as stack:
         if keys is not None:
             host = network.host if is_loopback_host(config.host) else config.host
@@ -144,7 +145,7 @@ def _serve(
         served.pool.start()
         server.start()
         print(served.announcement(), flush=True)
-        if simulated := config.injected.described():
+        if simulated := config.injected.describe():
             print(f"{name}: SIMULATED trouble: {simulated}", flush=True)
         print(f"{name}: serving {config.pool_size} sessions at {server.url}", flush=True)
         if served.home != ServedEnvironment.home:

@@ -23,7 +23,7 @@ from realhf.base.loopback import is_loopback_host
 from realhf.scheduler.child import leave
 from realhf.scheduler.process import run_guarded
 from realhf.trajectory.http.cli import uvicorn_config
-from realhf.trajectory.http.config import TrajectoryConfig, add_arguments, resolve
+from realhf.trajectory.http.config import TrajectoryConfig
 from realhf.transport.network import Network
 from workers.worker_main import add_key_file, follow_master, parse_index, read_keys, server_network
 
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the server's flags and of those that a launcher passes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
-    add_arguments(parser.add_argument_group("settings"))
+    TrajectoryConfig.add_arguments(parser.add_argument_group("settings"))
     run = parser.add_argument_group("the training run")
     run.add_argument("--master", required=True, help="endpoint of the master worker")
     run.add_argument("--run-id", required=True, help="run that the master belongs to")
@@ -61,12 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
 def start(arguments: argparse.Namespace) -> None:
     """Serve with these flags. In a run with keys, listen on the network and require the run's token.
 
-    Raises ConfigError, ValueError for a name without a number, and the errors of ``serve``.
+    Raises SettingError, ValueError for a name without a number, and the errors of ``serve``.
     """
     parse_index(arguments)
     keys = read_keys(arguments.key_file)
     network = server_network(arguments.master, keys)
-    config = resolve(arguments)
+    config = TrajectoryConfig.resolve(arguments)
     if keys is not None:
         host = network.host if is_loopback_host(config.host) else config.host
         config = replace(config, host=host, token=config.token if config.has_tokens else keys.token)

@@ -45,7 +45,7 @@ from realhf.base.installation import PACKAGE
 from realhf.base.text import shorten
 from realhf.base.tls import without_certificate
 from realhf.env.openenv_client import EnvError, OpenEnvClient, failure_kind, fetch_metadata, without_token
-from realhf.env.server.config import DEFAULT_FAULT_KINDS
+from realhf.env.server.injected_faults import DEFAULT_FAULT_KINDS
 
 
 @dataclass

@@ -15,12 +15,13 @@ from realhf.aws.cli.executor import OutputLimits
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.base.loopback import is_loopback_host
 from realhf.env.containment.sandbox import LAYERS
-from realhf.env.server.config import ConfigError, ServerConfig, setting
+from realhf.env.server.config import ServerConfig
+from realhf.web.settings import SettingError, setting
 
 
 @dataclass(frozen=True)
 class AwsServerConfig(ServerConfig):
-    """Settings of one server process. Raises ConfigError with variable and flag of an invalid one."""
+    """Settings of one server process. Raises SettingError with variable and flag of an invalid one."""
 
     PREFIX: ClassVar[str] = "AWS_RL_ENV_"
     UNPREFIXED: ClassVar[Mapping[str, str]] = {"backend_type": "BACKEND_TYPE"}
@@ -80,17 +81,17 @@ class AwsServerConfig(ServerConfig):
         super().__post_init__()
         self._check_ports()
         if self.may_lack and self.backend_type == "aws":
-            raise ConfigError(f"{self.named('may_lack')} has no effect with {self.named('backend_type')} aws")
+            raise SettingError(f"{self.named('may_lack')} has no effect with {self.named('backend_type')} aws")
         if unknown := self.missing_layers - set(LAYERS):
             known = ", ".join(LAYERS)
-            raise ConfigError(f"{self.named('may_lack')} names {', '.join(sorted(unknown))}; known: {known}")
+            raise SettingError(f"{self.named('may_lack')} names {', '.join(sorted(unknown))}; known: {known}")
         if not is_loopback_host(self.host):
             self._check_open_host()
-        if (simulated := self.injected.described()) and self.backend_type == "aws":
+        if (simulated := self.injected.describe()) and self.backend_type == "aws":
             trouble = self.named(min(simulated))
-            raise ConfigError(f"{trouble} is simulated trouble; not with {self.named('backend_type')} aws")
+            raise SettingError(f"{trouble} is simulated trouble; not with {self.named('backend_type')} aws")
         if self.backend_type == "aws" and not (self.token and self.allow_real_aws and self.pool_size == 1):
-            raise ConfigError(
+            raise SettingError(
                 f"{self.named('backend_type')} is aws; it needs {self.named('token')}, the account id in "
                 f"{self.named('allow_real_aws')} and {self.named('pool_size')} 1"
             )
@@ -98,13 +99,13 @@ class AwsServerConfig(ServerConfig):
     def _check_ports(self) -> None:
         last = self.ministack_base_port + self.pool_size - 1
         if self.ministack_base_port and last > 65535:
-            raise ConfigError(
+            raise SettingError(
                 f"{self.named('ministack_base_port')} is {self.ministack_base_port}; there are no "
                 f"{self.pool_size} ports from there on"
             )
         ours = self.web_ministack_port
         if self.web_mounted and ours and self.ministack_base_port <= ours <= last:
-            raise ConfigError(
+            raise SettingError(
                 f"{self.named('web_ministack_port')} is {self.web_ministack_port}, a port of the pool "
                 f"({self.ministack_base_port} to {last})"
             )
@@ -112,9 +113,9 @@ class AwsServerConfig(ServerConfig):
     def _check_open_host(self) -> None:
         where = f"{self.named('host')} is {self.host!r}, not a loopback address"
         if self.sandbox == "plain":
-            raise ConfigError(f"{where}; it needs {self.named('sandbox')} auto or bwrap")
+            raise SettingError(f"{where}; it needs {self.named('sandbox')} auto or bwrap")
         if self.may_lack:
-            raise ConfigError(f"{where}; no layer may be missing then ({self.named('may_lack')})")
+            raise SettingError(f"{where}; no layer may be missing then ({self.named('may_lack')})")
 
     @property
     def missing_layers(self) -> frozenset[str]:

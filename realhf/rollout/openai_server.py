@@ -24,9 +24,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from realhf.api.chat_template import TemplateChat
-from realhf.base.http_guard import guarded_http
 from realhf.rollout.openai_requests import ApiError, ChatRequest, call_body
 from realhf.rollout.openai_sessions import OpenTurn, Reward, Session, Sessions
+from realhf.web.connections import guarded_http
 
 MAX_BODY_BYTES = 1 << 20
 """Largest body of a request."""

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from realhf.base.event_loops import ClockedLoop
-from realhf.base.http_guard import HandshakeLoop, guarded_http, use_all_descriptors
 from realhf.base.installation import needs
-from realhf.base.tls import in_the_clear, server_files
-from realhf.tinker.options import OptionError, ServerOptions, options_of
+from realhf.tinker.options import ServerOptions, read_options
+from realhf.web.certificates import in_the_clear, server_files
+from realhf.web.connections import HandshakeLoop, guarded_http, use_all_descriptors
+from realhf.web.settings import SettingError
 
 _log = logging.getLogger("realhf.tinker")
 
@@ -25,14 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until a signal; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        options = options_of(arguments)
+        options = read_options(arguments)
         options.api_keys()
         needs("tinker", "tinker")
         needs("lora", "peft")
         use_all_descriptors()
         with asyncio.Runner(loop_factory=HandshakeLoop if options.tls_cert else ClockedLoop) as runner:
             return runner.run(serve(options))
-    except (OptionError, ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
+    except (SettingError, ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         print(f"train-api: {error}", file=sys.stderr)
         return 2
 
@@ -42,7 +44,7 @@ async def serve(options: ServerOptions) -> int:
     from realhf.tinker.routes import build_app
     from realhf.tinker.service import Service
 
-    if warning := in_the_clear(options.host, options.tls_cert, ("--tls-cert", "--tls-key")):
+    if warning := in_the_clear(options.host, options.tls_cert, options.tls_names):
         _log.warning(warning)
     listener = socket.create_server((options.host, options.port))
     service = Service(options)
@@ -57,18 +59,7 @@ async def serve(options: ServerOptions) -> int:
             opening.cancel()
             return 0
         await opening
-        server = _Server(
-            uvicorn.Config(
-                build_app(service),
-                http=guarded_http(),
-                ws="none",
-                lifespan="off",
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=1,
-                **server_files(options.tls_cert, options.tls_key),  # pyright: ignore[reportArgumentType]
-            )
-        )
+        server = _Server(uvicorn_config(build_app(service), options))
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
         scheme = "https" if options.tls_cert else "http"
         print(f"train-api: {scheme}://{options.host}:{listener.getsockname()[1]}", flush=True)
@@ -81,6 +72,20 @@ async def serve(options: ServerOptions) -> int:
     if service.failure:
         print(f"train-api: {service.failure}", file=sys.stderr)
     return 1 if service.failure else 0
+
+
+def uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
+    """Return the uvicorn settings of the server."""
+    return uvicorn.Config(
+        app,
+        http=guarded_http(),
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        **server_files(options.tls_cert, options.tls_key),  # pyright: ignore[reportArgumentType]
+    )
 
 
 async def _first(*waits: object) -> None:

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import ipaddress
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.responses import Response
 
-from realhf.base.loopback import is_loopback_host, request_problem
-from realhf.tinker.options import ServerOptions
+from realhf.tinker.access import OWNER
 from realhf.tinker.service import Service
-from realhf.tinker.shelf import Refused
 from realhf.tinker.store import ModelRow
 from realhf.tinker.wire import JSON, PROTOBUF, BadRequest, NumberScan, json_number, read_json, read_number, types
-from realhf.trajectory.records import Refusal
-from realhf.trajectory.wire.body import BodyBudget, BodyShare, read_body
+from realhf.web.bodies import BodyBudget, BodyShare, check_declared_length, read_body
+from realhf.web.refusal import Refusal
 
-OWNER = "tinker.owner"
-"""Where the scope of a request says whose it is."""
-_OPEN = ("/api/v1/healthz", "/api/v1/download/")
-"""Beginnings of paths that need no key to read: a sign of life, and files whose address is signed."""
 _BODIES_AT_ONCE = 4
 """So many bodies of the largest size may be read at once."""
 _SMALL = 1 << 20
@@ -41,59 +30,6 @@ _REST_S = 10.0
 """So long the rest of a body that is too large is searched for its number."""
 
 
-class AccessGuard:
-    """Passes on requests of who may use this server, and leaves in the scope whose they are: 401 without a known key,
-    403 for foreign pages and hosts. Without a file of keys every key is an owner of its own."""
-
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in options.api_keys()]
-        named = {name.strip().strip("[]").lower() for name in (options.host, *options.allowed_hosts.split(","))}
-        self._hosts, self._open = named - {""}, not is_loopback_host(options.host)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        problem = request_problem(
-            scope, self._serves, unserved="this host is not served here; --allowed-hosts names further ones"
-        )
-        key = Headers(scope=scope).get("x-api-key", "").encode()
-        if problem:
-            answer: ASGIApp = error_answer(403, problem)
-        elif not self._needs_no_key(scope) and not self._known(key):
-            answer = error_answer(401, "this server does not know the API key (X-API-Key)")
-        else:
-            scope[OWNER] = hashlib.sha256(key).hexdigest()[:16]
-            answer = self._app
-        await answer(scope, receive, send)
-
-    @staticmethod
-    def _needs_no_key(scope: Scope) -> bool:
-        return scope["method"] in ("GET", "HEAD") and scope["path"].startswith(_OPEN)
-
-    def _known(self, key: bytes) -> bool:
-        found = not self._keys
-        for each in self._keys:
-            found |= hmac.compare_digest(each, key)
-        return found
-
-    def _serves(self, host: str) -> bool:
-        if is_loopback_host(host) or host in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        return self._open
-
-
-def error_answer(status: int, text: str) -> JSONResponse:
-    """Return an error as the client reads it."""
-    return JSONResponse({"detail": text, "message": text}, status)
-
-
 class Desk:
     """Is where requests to one service come in."""
 
@@ -102,26 +38,24 @@ class Desk:
         self._bodies = BodyBudget(_BODIES_AT_ONCE * service.options.max_body_mib << 20)
 
     async def body(self, request: Request, *, data: bool = False) -> bytes:
-        """Return the plain body, which may be as large as ``--max-body-mib`` where it has ``data``. Raises Refused or
-        Refusal for one that is too large, or damaged."""
+        """Return the plain body of a request. One with ``data`` may have ``--max-body-mib``, others ``_SMALL`` bytes.
+        Raises Refusal for one that is too large, too slow, or damaged."""
         largest, beginning = self.options.max_body_mib << 20, b""
         most = largest if data else min(largest, _SMALL)
-        declared = request.headers.get("content-length", "")
+        hint = " (--max-body-mib)" if data else ""
         encoding = request.headers.get("content-encoding", "")
 
         async def chunks() -> AsyncIterator[bytes]:
             nonlocal beginning
             async for chunk in request.stream():
                 beginning = beginning or chunk
-                if declared.isdigit() and int(declared) > most:
-                    named = " (--max-body-mib)" if data else ""
-                    raise Refused(413, f"a body of this kind has at most {most >> 20} MiB{named}")
+                check_declared_length(request.scope, most, hint=hint)
                 yield chunk
 
         share = BodyShare(self._bodies)
         try:
             body = await read_body(chunks(), encoding=encoding, max_bytes=most, allow_zstd=True, take=share.take)
-        except (Refused, Refusal):
+        except Refusal:
             request.scope[_READ] = b"" if encoding else beginning
             raise
         finally:
@@ -138,7 +72,7 @@ class Desk:
         async def handle(request: Request) -> Response:
             try:
                 return await handler(request)
-            except (Refused, Refusal, BadRequest) as error:
+            except (Refusal, BadRequest) as error:
                 status = getattr(error, "status", 400)
                 if 400 <= status < 500 and status not in _UNCOUNTED:
                     await self._skip(request, kind, str(getattr(error, "detail", error)), status)
@@ -152,7 +86,7 @@ class Desk:
         """Let the number of a refused request count, as far as it can be known."""
         models, seq = await self._number_of(request, status)
         for model in models:
-            with suppress(Refused):
+            with suppress(Refusal):
                 row = self.model(request, model)
                 if seq is not None:
                     self.service.skip(row.owner, row.id, seq, why, kind)
@@ -185,26 +119,26 @@ class Desk:
         return read_json(kind, await self.body(request))
 
     def session(self, request: Request, session: str, *, alive: bool = True) -> dict[str, Any]:
-        """Note a sign of life, and return what was said of a session. Raises Refused."""
+        """Note a sign of life, and return what was said of a session. Raises Refusal."""
         found = self.store.session(session)
         if found is None or found[0] != request.scope[OWNER]:
-            raise Refused(404, f"there is no session {session!r:.100}")
+            raise Refusal(404, f"there is no session {session!r:.100}")
         if alive:
             if found[2]:
-                raise Refused(410, f"session {session} has finished")
+                raise Refusal(410, f"session {session} has finished")
             self.store.see_session(session)
         return found[3]
 
     def check_base(self, name: str | None) -> None:
-        """Raise Refused for a base model that is not here."""
+        """Raise Refusal for a base model that is not here."""
         names = self.options.names
         if name not in names:
-            raise Refused(400, f"base_model {name!r:.200} is not here: {', '.join(sorted(names))}")
+            raise Refusal(400, f"base_model {name!r:.200} is not here: {', '.join(sorted(names))}")
 
     def check_optimizer(self, config: Any) -> None:
-        """Raise Refused for an optimizer that is not here."""
+        """Raise Refusal for an optimizer that is not here."""
         if config is not None and config.type != "adamw":
-            raise Refused(400, f"optimizer_config {config.type!r:.200} is not carried by this server: adamw is")
+            raise Refusal(400, f"optimizer_config {config.type!r:.200} is not carried by this server: adamw is")
 
     def new_model(
         self, request: Request, session: str, number: int, kind: str, options: dict[str, Any], body: bytes
@@ -216,19 +150,19 @@ class Desk:
         return self.promised(self.service.promise(owner, kind, model, 0, body, (session, options)), model)
 
     def model(self, request: Request, model: str) -> ModelRow:
-        """Return a model of whoever asks. Raises Refused."""
+        """Return a model of whoever asks. Raises Refusal."""
         row = self.store.model(model)
         if row is None or row.owner != request.scope[OWNER]:
-            raise Refused(404, f"there is no model {model!r:.200}")
+            raise Refusal(404, f"there is no model {model!r:.200}")
         return row
 
     def promise(self, request: Request, kind: str, model: str, seq: int | None, body: bytes) -> Response:
         """Promise the request number ``seq`` of a model."""
         row = self.model(request, model)
         if row.unloaded:
-            raise Refused(400, f"model {model} was unloaded")
+            raise Refusal(400, f"model {model} was unloaded")
         if seq is None or seq < 1:
-            raise Refused(400, "seq_id is missing: requests of a model are numbered from 1")
+            raise Refusal(400, "seq_id is missing: requests of a model are numbered from 1")
         self.store.change_model(model, used=time.time())
         return self.promised(self.service.promise(row.owner, kind, model, seq, body), model)
 
@@ -239,7 +173,7 @@ class Desk:
         if last is not None and last.kind == "unload_model":
             return self.promised(last.id, model)
         if row.unloaded:
-            raise Refused(400, f"model {model} is not kept any more")
+            raise Refusal(400, f"model {model} is not kept any more")
         return self.promised(self.service.promise(row.owner, "unload_model", model, seq, b"{}"), model)
 
     @staticmethod
@@ -249,9 +183,9 @@ class Desk:
 
 
 def counted(number: int | None) -> int:
-    """Return a number that a client counts something with. Raises Refused for none, or one out of range."""
+    """Return a number that a client counts something with. Raises Refusal for none, or one out of range."""
     if number is None or not 0 <= number < 1 << 31:
-        raise Refused(400, f"the number {number!r:.50} is out of range")
+        raise Refusal(400, f"the number {number!r:.50} is out of range")
     return number
 
 

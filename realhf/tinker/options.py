@@ -1,121 +1,127 @@
-"""What the server is told at its start: the model, where it listens, who may use it, and how much."""
+"""Settings of the training API server: the model, who may use it, and how much of the machine each client gets."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import realhf
 from realhf.base.host_resources import usable_cores
 from realhf.base.loopback import is_loopback_host
 from realhf.tinker.channel import ComputeOptions
+from realhf.web.settings import ServerSettings, SettingError, setting
+from realhf.web.tokens import read_token_lines
 
-
-class OptionError(ValueError):
-    """An option is wrong; the text names it."""
-
-
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+_FROM_ZERO = (0, math.inf)
+_FROM_ONE = (1, math.inf)
+_ABOVE_ZERO = (1e-3, math.inf)
 
 
 @dataclass(frozen=True)
-class ServerOptions:
-    """The options of one server; on the command line with dashes. Raises OptionError that names a bad one."""
+class ServerOptions(ServerSettings):
+    """The settings of one server. Raises SettingError for a bad one."""
 
-    model: str = field(metadata={"help": "folder of the base model (Hugging Face format)"})
-    root: str = _option("tinker", "folder of everything that is kept; the same one continues what was killed")
-    name: str = _option("", "name of the model for clients, beside the path of its folder")
-    host: str = _option("127.0.0.1", "address to listen on; other than the loopback it needs --token-file")
-    port: int = _option(8800, "port; 0: any free one")
-    token_file: str = _option("", "file with one API key a line (tml-...); each key sees its own only. None: any key")
-    allowed_hosts: str = _option("", "names, with commas, by which clients may address a server on other addresses")
-    tls_cert: str = _option("", "file with the certificate (PEM), for https")
-    tls_key: str = _option("", "file with its private key")
-    full_weights: bool = _option(
-        False, "clients train all weights, each those of a copy of the base, and no adapters of the rank they ask for"
+    host: str = setting("127.0.0.1", "address to listen on; other than the loopback it needs --token-file")
+    port: int = setting(8800, "port; 0: any free one", limits=(0, 65535))
+    allowed_hosts: str = setting("", "names, with commas, by which clients may address a server on other addresses")
+    tls_cert: str = setting("", "file with the certificate (PEM), for https")
+    tls_key: str = setting("", "file with its private key")
+    model: str = setting(about="folder of the base model (Hugging Face format)")
+    root: str = setting("tinker", "folder of all kept state; a server that was killed continues from it")
+    name: str = setting("", "name of the model for clients, besides the path of its folder")
+    token_file: str = setting("", "file with one API key a line (tml-...); each key sees its own only. None: any key")
+    full_weights: bool = setting(
+        False, "train all weights, on a copy of the base for each client, instead of adapters of the requested rank"
     )
-    dtype: str = _option("float32", "element type of the base model: float32 or bfloat16")
-    threads: int = _option(0, "threads that compute; 0: as many as there are cores")
-    max_tokens_per_mb: int = _option(2048, "a micro-batch has at most so many positions")
-    max_sequence: int = _option(0, "a sequence has at most so many tokens; 0: as many as the model takes")
-    kv_cache_gib: float | None = _option(
-        None, "memory of sampling for keys and values, in GiB; none: half of what is free"
+    dtype: str = setting(
+        "float32", "element type of the base model: float32 or bfloat16", choices=("float32", "bfloat16")
     )
-    max_adapters: int = _option(16, "so many models that clients train are in memory at once; others wait on the disk")
-    max_adapters_per_key: int = _option(8, "so many of them belong to one key")
-    max_rank: int = _option(128, "adapters have at most this rank")
-    max_body_mib: int = _option(64, "a request has at most so many MiB, once inflated")
-    max_pending: int = _option(2048, "so many requests of one key may be in work")
-    max_pending_mib: int = _option(512, "and have so many MiB together")
-    max_saved_gib: float = _option(64.0, "weights that a key has saved may take so many GiB")
-    min_free_gib: float = _option(1.0, "nothing new is taken while the disk of --root has less left, in GiB")
-    keep_ephemeral: int = _option(8, "weights that were saved without a name: so many are kept of each model")
-    state_every_s: float = _option(30.0, "at most so often the state of a model is saved, to begin from when killed")
-    session_lapses_s: float = _option(900.0, "without a sign of its client for so long, a model leaves the memory")
+    threads: int = setting(0, "threads that compute; 0: as many as there are cores", limits=_FROM_ZERO)
+    max_tokens_per_mb: int = setting(2048, "most positions of a micro-batch", limits=_FROM_ONE)
+    max_sequence: int = setting(0, "most tokens of a sequence; 0: as many as the model takes", limits=_FROM_ZERO)
+    kv_cache_gib: float | None = setting(
+        None, "memory for keys and values of sampling, in GiB; none: half of the free memory", limits=_ABOVE_ZERO
+    )
+    max_adapters: int = setting(16, "most models in memory at once; the others wait on the disk", limits=_FROM_ONE)
+    max_adapters_per_key: int = setting(8, "most models in memory of one API key", limits=_FROM_ONE)
+    max_rank: int = setting(128, "largest rank of an adapter", limits=_FROM_ONE)
+    max_body_mib: int = setting(64, "largest request body, in MiB after decompression", limits=_FROM_ONE)
+    max_pending: int = setting(2048, "most unfinished requests of one API key", limits=_FROM_ONE)
+    max_pending_mib: int = setting(512, "most bytes of the unfinished requests of one key, in MiB", limits=_FROM_ONE)
+    max_saved_gib: float = setting(64.0, "most bytes of the saved weights of one key, in GiB", limits=_ABOVE_ZERO)
+    min_free_gib: float = setting(
+        1.0, "free space on the disk of --root below which new requests are refused, in GiB", limits=_FROM_ZERO
+    )
+    keep_ephemeral: int = setting(8, "how many weights saved without a name are kept of each model", limits=_FROM_ONE)
+    state_every_s: float = setting(
+        30.0, "least seconds between two saved states of a model, from which a killed server resumes", limits=_FROM_ZERO
+    )
+    session_lapses_s: float = setting(
+        900.0, "seconds without a heartbeat of its client after which a model leaves the memory", limits=_ABOVE_ZERO
+    )
 
     def __post_init__(self) -> None:
-        problem = self._problem()
-        if problem:
-            raise OptionError(problem)
+        if problem := self._model_problem() or self._contradiction():
+            raise SettingError(problem)
+        super().__post_init__()
 
-    def _problem(self) -> str:
-        if not (Path(self.model) / "config.json").is_file():
-            what = "there is no config.json in that folder" if Path(self.model).is_dir() else "there is no such folder"
-            return f"--model {self.model}: {what}; `make model` makes models/smollm2_135m"
-        if not is_loopback_host(self.host) and not self.token_file:
-            return f"--host {self.host} lets others in: give --token-file"
-        if bool(self.tls_cert) != bool(self.tls_key):
-            return "--tls-cert and --tls-key go together"
-        if self.dtype not in ("float32", "bfloat16"):
-            return f"--dtype {self.dtype} is neither float32 nor bfloat16"
+    def _model_problem(self) -> str:
+        if (Path(self.model) / "config.json").is_file():
+            return ""
+        what = "there is no config.json in that folder" if Path(self.model).is_dir() else "there is no such folder"
+        return f"--model {self.model}: {what}; `make model` makes models/smollm2_135m"
+
+    def _contradiction(self) -> str:
+        """Return which settings contradict each other; "" if none do."""
         if self.full_weights and self.dtype != "float32":
             return f"--full-weights trains in float32: --dtype {self.dtype} is for the base of adapters"
         if self.full_weights and self.max_rank != ServerOptions.max_rank:
             return "--max-rank has no effect with --full-weights: there are no adapters"
         if self.allowed_hosts and is_loopback_host(self.host):
             return "--allowed-hosts has no effect on the loopback"
-        least = {"threads": 0, "port": 0, "max_sequence": 0, "state_every_s": 0, "min_free_gib": 0}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if type(value) in (int, float) and not value >= least.get(each.name, 1e-3):
-                return f"{flag(each.name)} {value} is out of range"
         return ""
 
+    @property
+    def asks_for_token(self) -> bool:
+        """Whether clients need a known API key."""
+        return bool(self.token_file)
+
+    @property
+    def token_names(self) -> str:
+        """How messages name the setting that lets the server listen beyond the loopback."""
+        return self.named("token_file")
+
     def api_keys(self) -> frozenset[str]:
-        """Return the keys that may use this server; none: any may. Raises OptionError for a file that is not there,
-        empty, or that others may read."""
+        """Return the API keys that may use this server; none: any may. Raises SettingError for a file that is missing
+        or empty, or that other users may read."""
         if not self.token_file:
             return frozenset()
-        path = Path(self.token_file)
-        try:
-            if path.stat().st_mode & 0o077:
-                raise OptionError(f"--token-file {path}: others may read it; chmod 600")
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        except OSError as error:
-            raise OptionError(f"--token-file {path}: {error.strerror}") from None
+        flag = self.flag("token_file")
+        lines = read_token_lines(self.token_file, flag, private=True)
         keys = frozenset(line for line in lines if line and not line.startswith("#"))
         if not keys or any(not key.startswith("tml-") or len(key) < 20 for key in keys):
-            raise OptionError(f"--token-file {path}: it needs keys that begin with tml- and have 20 letters or more")
+            raise SettingError(
+                f"{flag} {self.token_file}: it needs keys that begin with tml- and have 20 letters or more"
+            )
         return keys
 
     @property
     def names(self) -> frozenset[str]:
-        """What clients may call the base model."""
+        """The names by which clients may ask for the base model."""
         folder = os.path.abspath(self.model)
         return frozenset({self.model, folder, os.path.basename(folder), self.name} - {""})
 
     @property
     def public_name(self) -> str:
-        """What clients are told: a name by which the client's own ``get_tokenizer`` finds the tokenizer here."""
+        """The name that clients get. The client's own ``get_tokenizer`` finds the tokenizer by it."""
         return os.path.abspath(self.model)
 
     def compute(self) -> ComputeOptions:
-        """Return the part of the process that computes."""
+        """Return the options of the compute process."""
         threads = self.threads or usable_cores()
         return ComputeOptions(
             os.path.abspath(self.model),
@@ -128,13 +134,8 @@ class ServerOptions:
         )
 
 
-def flag(name: str) -> str:
-    """Return how an option is written on the command line."""
-    return f"--{name.replace('_', '-')}"
-
-
 def command_line() -> argparse.ArgumentParser:
-    """Make the parser of ``train-api``."""
+    """Return the parser of ``train-api``."""
     parser = argparse.ArgumentParser(
         prog="train-api",
         description="Serve the training API of the client tinker: loops written for it train and sample here.",
@@ -142,23 +143,10 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--version", action="version", version=f"train-api {realhf.__version__}", help="print the version and exit"
     )
-    kinds: Mapping[str, type] = {"int": int, "float": float, "float | None": float, "str": str}
-    for each in fields(ServerOptions):
-        if each.type == "bool":
-            parser.add_argument(flag(each.name), action="store_true", help=each.metadata["help"])
-            continue
-        required = each.default is MISSING
-        shown = "" if required or each.default in ("", None) else f" (default {each.default})"
-        parser.add_argument(
-            flag(each.name),
-            type=kinds[str(each.type)],
-            required=required,
-            default=None if required else each.default,
-            help=each.metadata["help"] + shown,
-        )
+    ServerOptions.add_arguments(parser)
     return parser
 
 
-def options_of(arguments: Sequence[str] | None) -> ServerOptions:
-    """Read a command line. Raises OptionError."""
-    return ServerOptions(**vars(command_line().parse_args(arguments)))
+def read_options(arguments: Sequence[str] | None) -> ServerOptions:
+    """Return the settings of a command line. Raises SettingError."""
+    return ServerOptions.resolve(command_line().parse_args(arguments))

@@ -20,13 +20,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from realhf.tinker.desk import OWNER, AccessGuard, Desk, counted, error_answer, json_answer
+from realhf.tinker.access import OWNER, error_body, guard_rules
+from realhf.tinker.desk import Desk, counted, json_answer
 from realhf.tinker.service import Service
-from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED
 from realhf.tinker.weights_routes import WeightsRoutes, rank_of
 from realhf.tinker.wire import PROTOBUF, BadRequest, read_head, read_json, types
-from realhf.trajectory.records import Refusal
+from realhf.web.guard import RequestGuard, refusal_response
+from realhf.web.refusal import Refusal
 
 LONG_POLL_S = 30.0
 """The client waits 45."""
@@ -40,7 +41,7 @@ def build_app(service: Service) -> Starlette:
         routes=[
             Route(f"/api/v1{path}", guarded(handler), methods=[method]) for method, path, handler in routes.table()
         ],
-        middleware=[Middleware(AccessGuard, options=service.options)],
+        middleware=[Middleware(RequestGuard, rules=guard_rules(service.options))],
     )
 
 
@@ -50,14 +51,13 @@ def guarded(handler: Handler) -> Handler:
     async def guard(request: Request) -> Response:
         try:
             return await handler(request)
-        except Refused as error:
-            return error_answer(error.status, str(error))
-        except Refusal as error:
-            return error_answer(error.status, error.detail)
+        except Refusal as refusal:
+            return refusal_response(refusal, error_body)
         except BadRequest as error:
-            return error_answer(400, str(error))
+            return refusal_response(Refusal(400, str(error)), error_body)
         except sqlite3.Error as error:
-            return error_answer(507, f"the server cannot write this down ({error}); try again later")
+            refusal = Refusal(507, f"the server cannot write this down ({error}); try again later")
+            return refusal_response(refusal, error_body)
 
     return guard
 
@@ -113,7 +113,7 @@ class Routes:
     async def unknown(self, request: Request) -> Response:
         """Refuse a request of another version of the client. Its number counts where it has one."""
         await self._desk.body(request)
-        raise Refused(404, f"this server has no request {request.url.path!r:.200}")
+        raise Refusal(404, f"this server has no request {request.url.path!r:.200}")
 
     # ---- what is known of everybody
 
@@ -155,7 +155,7 @@ class Routes:
         """Begin a session."""
         asked = await self._desk.asked(request, types.CreateSessionRequest)
         if asked.project_id is not None:
-            raise Refused(400, "project_id is not carried by this server")
+            raise Refusal(400, "project_id is not carried by this server")
         self._desk.service.check_disk()
         session = f"s-{secrets.token_hex(8)}"
         info = {"tags": asked.tags, "user_metadata": asked.user_metadata, "display_name": asked.display_name}
@@ -207,15 +207,15 @@ class Routes:
         self._desk.check_optimizer(asked.optimizer_config)
         lora, full = asked.lora_config or types.LoraConfig(rank=0), self._desk.options.full_weights
         if asked.lora_config is None and not full:
-            raise Refused(400, "lora_config is missing: this server trains adapters, not all weights (--full-weights)")
+            raise Refusal(400, "lora_config is missing: this server trains adapters, not all weights (--full-weights)")
         if full and not (lora.train_mlp and lora.train_attn and lora.train_unembed):
-            raise Refused(400, "lora_config: all weights train here (--full-weights), whatever they belong to")
+            raise Refusal(400, "lora_config: all weights train here (--full-weights), whatever they belong to")
         if not full and not 1 <= lora.rank <= self._desk.options.max_rank:
-            raise Refused(
+            raise Refusal(
                 400, f"lora_config.rank {lora.rank} must be from 1 to {self._desk.options.max_rank} (--max-rank)"
             )
         if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
-            raise Refused(400, "lora_config: one of train_mlp, train_attn and train_unembed is needed")
+            raise Refusal(400, "lora_config: one of train_mlp, train_attn and train_unembed is needed")
         options = {
             "base": asked.base_model,
             "rank": 0 if full else lora.rank,
@@ -247,9 +247,9 @@ class Routes:
     async def forward_backward(self, request: Request) -> Response:
         """Promise a pass."""
         if PROTOBUF not in request.headers.get("content-type", ""):
-            with suppress(Refused, Refusal):  # it is read for its number alone, which takes no data
+            with suppress(Refusal):  # it is read for its number alone, which takes no data
                 await self._desk.body(request)
-            raise Refused(415, f"forward_backward takes a body of the type {PROTOBUF}")
+            raise Refusal(415, f"forward_backward takes a body of the type {PROTOBUF}")
         body = await self._desk.body(request, data=True)
         head = read_head(body)
         kind = "forward" if head.forward_only else "forward_backward"
@@ -260,7 +260,7 @@ class Routes:
         asked = await self._desk.asked(request, types.OptimStepRequest)
         if not isinstance(asked.optim_params, types.AdamParams):
             kind = asked.optim_params.type
-            raise Refused(400, f"optim_params of {kind} are not carried by this server: AdamParams are")
+            raise Refusal(400, f"optim_params of {kind} are not carried by this server: AdamParams are")
         body = json.dumps({"params": asked.optim_params.model_dump()}).encode()
         return self._desk.promise(request, "optim_step", asked.model_id, asked.seq_id, body)
 
@@ -288,7 +288,7 @@ class Routes:
     def _sampler(self, request: Request, sampler: str) -> Any:
         row = self._desk.store.sampler(sampler)
         if row is None or row.owner != request.scope[OWNER]:
-            raise Refused(404, f"there is no sampler {sampler!r:.200}")
+            raise Refusal(404, f"there is no sampler {sampler!r:.200}")
         return row
 
     async def join_sampler(self, request: Request) -> Response:
@@ -310,7 +310,7 @@ class Routes:
         body = await self._desk.body(request, data=True)
         asked = read_json(types.SampleRequest, body)
         if asked.sampling_session_id is None or asked.seq_id is None:
-            raise Refused(400, "sampling_session_id and seq_id are needed; create_sampling_session gives the first")
+            raise Refusal(400, "sampling_session_id and seq_id are needed; create_sampling_session gives the first")
         row = self._sampler(request, asked.sampling_session_id)
         self._desk.store.see_session(row.session)
         name = self._desk.service.promise(row.owner, "sample", row.id, asked.seq_id, body)
@@ -341,7 +341,7 @@ class Routes:
         try:
             name = str(json.loads(await self._desk.body(request))["request_id"])
         except (ValueError, KeyError, TypeError):
-            raise Refused(400, "request_id is missing") from None
+            raise Refusal(400, "request_id is missing") from None
         self._desk.service.cancel(request.scope[OWNER], name)
         return Response(status_code=204)
 

@@ -45,8 +45,9 @@ from realhf.tinker.channel import (
     Work,
 )
 from realhf.tinker.options import ServerOptions
-from realhf.tinker.shelf import Refused, Shelf, safe_name
+from realhf.tinker.shelf import Shelf, safe_name
 from realhf.tinker.store import CHANGING, FAILED, WAITING, CheckpointRow, ModelRow, Request, Store
+from realhf.web.refusal import Refusal
 
 _log = logging.getLogger(__name__)
 STARTS_WITHIN_S = 900.0
@@ -251,24 +252,24 @@ class Service:
         made: tuple[str, Mapping[str, Any]] | None = None,
     ) -> str:
         """Take a request, unless it was taken already, and return its name. ``made``: session and options of the model
-        that it makes. Raises Refused where the owner has too much in work, the disk is nearly full, or the number is
+        that it makes. Raises Refusal where the owner has too much in work, the disk is nearly full, or the number is
         impossible."""
         name = f"{target}:{seq}"
         known = self.store.request(name)
         if known is not None:
             if known.kind == REFUSED and known.owner == owner:
-                raise Refused(400, f"number {seq} of {target} is taken: {known.error}")
+                raise Refusal(400, f"number {seq} of {target} is taken: {known.error}")
             if known.owner != owner or known.kind != kind:
-                raise Refused(400, f"number {seq} of {target} was another request ({known.kind})")
+                raise Refusal(400, f"number {seq} of {target} was another request ({known.kind})")
             return name
         if not 0 <= seq < 1 << 31:
-            raise Refused(400, f"seq_id {seq} is out of range")
+            raise Refusal(400, f"seq_id {seq} is out of range")
         if self._gaps.get(target, (None, 0))[0] == seq:
             del self._gaps[target]  # it comes, and where it is refused for now it comes again
         is_model = kind != "sample"
         try:
             self._check_pending(owner, len(body), 1)
-        except Refused:
+        except Refusal:
             # Without the first of several, those that came before it would fill the quota until their session lapses.
             turns = self._turns(target)
             if not (is_model and turns.held_up and seq == turns.missing):
@@ -310,19 +311,19 @@ class Service:
             self._load_where_room(owner, model)
 
     def _check_pending(self, owner: str, nbytes: int, times: int) -> None:
-        """Raise Refused (429) where so many times as much is in work already as there may be."""
+        """Raise Refusal (429) where so many times as much is in work already as there may be."""
         options = self.options
         count, held = self._pending.get(owner, (0, 0))
         whole = sum(each for _, each in self._pending.values())
         if count >= times * options.max_pending:
-            raise Refused(429, f"{count} requests of yours are in work (--max-pending); wait for some")
+            raise Refusal(429, f"{count} requests of yours are in work (--max-pending); wait for some")
         if count and held + nbytes > times * options.max_pending_mib << 20:
-            raise Refused(429, f"requests of yours in work have {held >> 20} MiB (--max-pending-mib); wait for some")
+            raise Refusal(429, f"requests of yours in work have {held >> 20} MiB (--max-pending-mib); wait for some")
         if whole and whole + nbytes > times * KEYS_AT_ONCE * options.max_pending_mib << 20:
-            raise Refused(429, f"requests of all in work have {whole >> 20} MiB (--max-pending-mib); wait for some")
+            raise Refusal(429, f"requests of all in work have {whole >> 20} MiB (--max-pending-mib); wait for some")
 
     def check_saving(self, owner: str, kind: str) -> None:
-        """Raise Refused where an owner has saved too much, or the disk is nearly full. A whole model counts as much as
+        """Raise Refusal where an owner has saved too much, or the disk is nearly full. A whole model counts as much as
         the base before it is saved, with its moments three times; adapters, which are small, count afterwards."""
         saving = [(owner, self._size_of(kind))]
         for sent in self._jobs.values():
@@ -332,7 +333,7 @@ class Service:
         used = (self.store.saved_bytes(owner) + own) / 2**30
         if used > self.options.max_saved_gib:
             most = f"{self.options.max_saved_gib:g} GiB (--max-saved-gib)"
-            raise Refused(400, f"your saved weights take {used:.1f} of {most}: delete some")
+            raise Refusal(400, f"your saved weights take {used:.1f} of {most}: delete some")
         self.check_disk(sum(size for _, size in saving))
 
     def _size_of(self, kind: str) -> int:
@@ -343,18 +344,18 @@ class Service:
         return base if kind == "external" else 0
 
     def check_disk(self, nbytes: int = 0) -> None:
-        """Raise Refused (507) before the disk is full, once ``nbytes`` are written: what was promised needs the
+        """Raise Refusal (507) before the disk is full, once ``nbytes`` are written: what was promised needs the
         rest."""
         free, least = (shutil.disk_usage(self.root).free - nbytes) / 2**30, self.options.min_free_gib
         if free < least:
-            raise Refused(507, f"the server's disk has {free:.1f} GiB left (--min-free-gib {least:g}); try again later")
+            raise Refusal(507, f"the server's disk has {free:.1f} GiB left (--min-free-gib {least:g}); try again later")
 
     def _count(self, owner: str, count: int, nbytes: int) -> None:
         before = self._pending.get(owner, (0, 0))
         self._pending[owner] = before[0] + count, before[1] + nbytes
 
     async def outcome(self, owner: str, name: str, timeout_s: float) -> Request | None:
-        """Return a request once it has ended, or None after ``timeout_s``. Raises Refused (404, 410) for one that is
+        """Return a request once it has ended, or None after ``timeout_s``. Raises Refusal (404, 410) for one that is
         not known, or whose result is not kept any more."""
         request = self._of(owner, name)
         if request.state == WAITING and timeout_s > 0:
@@ -374,9 +375,9 @@ class Service:
     def _of(self, owner: str, name: str) -> Request:
         request = self.store.request(name)
         if request is None or request.owner != owner:
-            raise Refused(410, f"there is no promise {name!r:.100}; send the request again")
+            raise Refusal(410, f"there is no promise {name!r:.100}; send the request again")
         if request.info.get("gone"):
-            raise Refused(410, f"the result of {name} is not kept any more; send the request again")
+            raise Refusal(410, f"the result of {name} is not kept any more; send the request again")
         return request
 
     def cancel(self, owner: str, name: str) -> None:
@@ -446,7 +447,7 @@ class Service:
             return
         try:
             work, body = self._work(request, over)
-        except Refused as error:
+        except Refusal as error:
             if over:
                 self._not_made(request.target, str(error))
             else:
@@ -462,7 +463,7 @@ class Service:
         self._process.send(Job(self._numbers, work, redo), body)
 
     def _work(self, request: Request, over: bool) -> tuple[Work, bytes]:
-        """Return what the process that computes has to do. Raises Refused for weights that are not here any more."""
+        """Return what the process that computes has to do. Raises Refusal for weights that are not here any more."""
         kind, model = request.kind, request.target
         if kind == "sample":
             return self._sampling(request)
@@ -485,7 +486,7 @@ class Service:
         if kind == "unload_model":
             return Unload(model), b""
         if not said["overwrite"] and self.store.checkpoint(said["path"]) is not None:
-            raise Refused(409, f"there are weights {said['path']} already; say overwrite, or another name")
+            raise Refusal(409, f"there are weights {said['path']} already; say overwrite, or another name")
         self.check_saving(request.owner, said["kind"])  # those before it have been saved meanwhile
         return Save(model, said["folder"], said["kind"]), b""
 
@@ -498,7 +499,7 @@ class Service:
     def _sampling(self, request: Request) -> tuple[Work, bytes]:
         sampler = self.store.sampler(request.target)
         if sampler is None:
-            raise Refused(404, f"there is no sampler {request.target}")
+            raise Refusal(404, f"there is no sampler {request.target}")
         return Sample(sampler.folder), request.body
 
     def _keep(self, model: str, seq: int) -> str:
@@ -508,7 +509,7 @@ class Service:
             return ""
         try:
             self.check_disk(self._size_of("training"))
-        except Refused as error:
+        except Refusal as error:
             _log.warning("the state of %s is not kept: %s", model, error)
             return ""
         self._kept_at[model] = now
@@ -628,7 +629,7 @@ class Service:
 
     def _make_room(self, owner: str) -> None:
         """Take the model that was idle the longest out of memory where there are as many as there may be. Raises
-        Refused (429) where all are at work."""
+        Refusal (429) where all are at work."""
         options = self.options
         for whose, most in ((owner, options.max_adapters_per_key), (None, options.max_adapters)):
             rows = [row for row in self._in_memory() if whose in (None, row.owner)]
@@ -637,12 +638,12 @@ class Service:
             idle = [row for row in rows if not self._busy(row.id)]
             if not idle:
                 named = "--max-adapters" if whose is None else "--max-adapters-per-key"
-                raise Refused(429, f"{len(rows)} models are at work at once ({named}); wait for one")
+                raise Refusal(429, f"{len(rows)} models are at work at once ({named}); wait for one")
             self._leave_memory(min(idle, key=lambda row: row.used).id)
 
     def _load_where_room(self, owner: str, model: str) -> None:
         """Make a model again, unless as many as there may be are at work: then ``close_gaps`` tries again."""
-        with contextlib.suppress(Refused):
+        with contextlib.suppress(Refusal):
             self._make_room(owner)
             self._load(model)
 

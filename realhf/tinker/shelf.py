@@ -12,17 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from realhf.tinker.store import CheckpointRow, Store
+from realhf.web.refusal import Refusal
 
 KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
 """Kinds of saved weights, and how a path of the client names them."""
-
-
-class Refused(Exception):
-    """A request is not taken; ``status`` is that of HTTP."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 class Shelf:
@@ -33,10 +26,10 @@ class Shelf:
         self._secret = store.once("secret", secrets.token_hex(32)).encode()
 
     def find(self, owner: str, path: str) -> CheckpointRow:
-        """Return saved weights of an owner. Raises Refused (404)."""
+        """Return saved weights of an owner. Raises Refusal (404)."""
         row = self._store.checkpoint(path)
         if row is None or row.owner != owner or (row.expires is not None and row.expires < time.time()):
-            raise Refused(404, f"there are no weights {path!r:.200} here")
+            raise Refusal(404, f"there are no weights {path!r:.200} here")
         return row
 
     def folder_of(self, row: CheckpointRow) -> Path:
@@ -65,13 +58,13 @@ class Shelf:
         return hmac.new(self._secret, said, hashlib.sha256).hexdigest()
 
     def signed_file(self, path: str, file: str, expires: int, signature: str) -> Path:
-        """Return where a file is that an address was signed for. Raises Refused (403, 404)."""
+        """Return where a file is that an address was signed for. Raises Refusal (403, 404)."""
         proved = hmac.compare_digest(self.signature(path, file, expires).encode(), signature.encode())
         if not proved or expires < time.time():
-            raise Refused(403, "this address was not given out here, or its time is over")
+            raise Refusal(403, "this address was not given out here, or its time is over")
         row = self._store.checkpoint(path)
         if row is None or file not in self.files(row):
-            raise Refused(404, "the weights are not here any more")
+            raise Refusal(404, "the weights are not here any more")
         return self.folder_of(row) / file
 
     def set_expiry(self, row: CheckpointRow, ttl_s: int | None) -> None:

@@ -13,10 +13,12 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from realhf.tinker.desk import OWNER, Desk, counted, json_answer
-from realhf.tinker.shelf import KINDS, Refused
+from realhf.tinker.access import OWNER
+from realhf.tinker.desk import Desk, counted, json_answer
+from realhf.tinker.shelf import KINDS
 from realhf.tinker.store import CheckpointRow, ModelRow
 from realhf.tinker.wire import types
+from realhf.web.refusal import Refusal
 
 _URLS_S = 3600
 _EPHEMERAL = "ephemeral-"
@@ -41,7 +43,7 @@ class WeightsRoutes:
         if asked.path is not None:
             return self._save(request, asked, "save_weights_for_sampler", "sampler", asked.path)
         if asked.sampling_session_seq_id is None:
-            raise Refused(400, "a name (path), or sampling_session_seq_id, is needed")
+            raise Refusal(400, "a name (path), or sampling_session_seq_id, is needed")
         session = self._desk.model(request, asked.model_id).session
         sampler = f"{session}:sample:{counted(asked.sampling_session_seq_id)}"
         more: Any = {"sampler": sampler, "session": session}
@@ -52,7 +54,7 @@ class WeightsRoutes:
         """Promise to save a whole model, with merged weights, for others to load."""
         asked = await self._desk.asked(request, types.SaveWeightsExternalRequest)
         if asked.age_encryption_recipients:
-            raise Refused(400, "age_encryption_recipients are not carried by this server")
+            raise Refusal(400, "age_encryption_recipients are not carried by this server")
         return self._save(request, asked, "save_weights_external", "external", asked.path)
 
     def _save(
@@ -69,7 +71,7 @@ class WeightsRoutes:
     ) -> Response:
         if not _NAME.fullmatch(name) or (name.startswith(_EPHEMERAL) and not ephemeral):
             rule = f"at most 200 letters, digits, '.', '_' and '-', and does not begin with {_EPHEMERAL}"
-            raise Refused(400, f"path {name!r:.200}: a name has {rule}")
+            raise Refusal(400, f"path {name!r:.200}: a name has {rule}")
         ttl = asked.ttl_seconds
         _check_ttl(ttl)
         row, seq = self._desk.model(request, asked.model_id), counted(asked.seq_id)
@@ -91,20 +93,20 @@ class WeightsRoutes:
         """Promise to load saved weights into a model, or to make a model of them."""
         asked = await self._desk.asked(request, types.LoadWeightsRequest)
         if asked.weights_access_token:
-            raise Refused(400, "weights_access_token is not carried by this server")
+            raise Refusal(400, "weights_access_token is not carried by this server")
         self._desk.check_optimizer(asked.optimizer_config)
         if asked.base_model is not None:
             self._desk.check_base(asked.base_model)
         source = self._desk.service.shelf.find(request.scope[OWNER], asked.path)
         if asked.optimizer and source.kind != "training":
-            raise Refused(400, f"{source.path} has no state of the optimizer: load it without")
+            raise Refusal(400, f"{source.path} has no state of the optimizer: load it without")
         body = json.dumps({"path": source.path, "optimizer": asked.optimizer}).encode()
         if asked.session_id is None:
             if asked.model_id is None:
-                raise Refused(400, "model_id, or session_id and model_seq_id, are needed")
+                raise Refusal(400, "model_id, or session_id and model_seq_id, are needed")
             return self._desk.promise(request, "load_weights", asked.model_id, asked.seq_id, body)
         if asked.model_seq_id is None:
-            raise Refused(400, "model_seq_id is missing")
+            raise Refusal(400, "model_seq_id is missing")
         options = {**source.info["lora"], "seed": 0, "metadata": asked.user_metadata}
         return self._desk.new_model(request, asked.session_id, asked.model_seq_id, "load_weights", options, body)
 
@@ -113,7 +115,7 @@ class WeightsRoutes:
         try:
             path = json.loads(await self._desk.body(request))["tinker_path"]
         except (ValueError, KeyError, TypeError):
-            raise Refused(400, "tinker_path is missing") from None
+            raise Refusal(400, "tinker_path is missing") from None
         lora = self._desk.service.shelf.find(request.scope[OWNER], str(path)).info["lora"]
         return json_answer(
             types.WeightsInfoResponse(
@@ -185,7 +187,7 @@ class WeightsRoutes:
         try:
             ttl = json.loads(await self._desk.body(request))["ttl_seconds"]
         except (ValueError, KeyError, TypeError):
-            raise Refused(400, "ttl_seconds is missing") from None
+            raise Refusal(400, "ttl_seconds is missing") from None
         _check_ttl(ttl)
         self._desk.service.shelf.set_expiry(row, ttl)
         return Response(status_code=204)
@@ -216,7 +218,7 @@ def rank_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_ttl(ttl: Any) -> None:
     if ttl is not None and not (isinstance(ttl, int) and 3600 <= ttl <= 10 * 366 * 86400):
-        raise Refused(400, f"ttl_seconds {ttl!r:.50} must be from 3600 to ten years")
+        raise Refusal(400, f"ttl_seconds {ttl!r:.50} must be from 3600 to ten years")
 
 
 def _page(request: Request) -> tuple[int, int]:
@@ -225,7 +227,7 @@ def _page(request: Request) -> tuple[int, int]:
             int(request.query_params.get(name, default)) for name, default in (("offset", 0), ("limit", 100))
         )
     except ValueError:
-        raise Refused(400, "offset and limit are whole numbers") from None
+        raise Refusal(400, "offset and limit are whole numbers") from None
     return max(0, offset), min(max(1, limit), 1000)
 
 

@@ -1,5 +1,5 @@
-"""Records, rules and refusals of the trajectory server; every part of the server imports this
-module.
+"""Records of the trajectory server, and the options of its state; every part of the server imports
+this module.
 
 Source: docs/reference/trajectory.md 1 (vocabulary), 3.4 to 3.10 (rules), 3.11 (persisted data),
 3.12 (strict).
@@ -8,12 +8,14 @@ Source: docs/reference/trajectory.md 1 (vocabulary), 3.4 to 3.10 (rules), 3.11 (
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import msgspec
+
+from realhf.web.refusal import Refusal
+from realhf.web.settings import FALSE_WORDS, TRUE_WORDS, SettingError, Settings, setting
 
 Int64: Any = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 SCHEMA: dict[str, Any] = {
@@ -310,24 +312,17 @@ STRICT_ROWS = (
     "forget_on_reset",
 )  # fmt: skip
 """Rows of the strict switch (docs/reference/trajectory.md 3.12)."""
-TRUE_WORDS = ("1", "true", "yes", "on")
-FALSE_WORDS = ("0", "false", "no", "off", "")
-_CHOICES = {
-    "reregister": ("continue", "reset", "ignore"), "delivery": ("at_least_once", "at_most_once"),
-    "stale_policy": ("quarantine", "last"), "min_rounding": ("floor", "ceil"),
-}  # fmt: skip
-
-
-def setting(default: Any, about: str, kind: type = str, **more: Any) -> Any:
-    """Declare a setting, which is also a command-line flag and an environment variable of the
-    server. ``kind`` converts its text."""
-    return field(default=default, metadata={"about": about, "kind": kind, **more})
+_POSITIVE_SECONDS = (
+    "heartbeat_timeout_s", "lease_timeout_s", "send_timeout_s", "buffer_expiry_s", "replay_ttl_s", "env_expiry_s",
+)  # fmt: skip
+"""Settings that are longer than 0 seconds."""
 
 
 @dataclass(frozen=True)
-class StateOptions:
-    """Rules of one state. Sizes in bytes (0: no limit), times in seconds. Raises ValueError naming
-    an invalid one."""
+class StateOptions(Settings):
+    """The rules of one state. Sizes in bytes (0: no limit), times in seconds. Raises SettingError for a bad one."""
+
+    PREFIX: ClassVar[str] = "REALHF_TRAJ_"
 
     strict: str = setting(
         "", "the original's behaviour: all of it, or the rows with these names (docs/reference/trajectory.md 3.12), "
@@ -336,35 +331,43 @@ class StateOptions:
     reregister: str = setting(
         None, "a second registration of the same group, project and batch size: continue (the run and its queue go on),"
         " reset (a new epoch) or ignore (the first one wins, as for any other registration); default continue, strict "
-        "ignore",
+        "ignore", choices=("continue", "reset", "ignore"),
     )  # fmt: skip
     heartbeat_timeout_s: float = setting(
-        None, "seconds of silence after which an environment stops blocking; default 300, strict never", float
+        None, "seconds of silence after which an environment stops blocking; default 300, strict never"
     )
-    lease_timeout_s: float = setting(600.0, "seconds until an unacknowledged batch goes to another trainer", float)
-    send_timeout_s: float = setting(60.0, "seconds that a response may take to go out", float)
-    delivery: str = setting("at_least_once", "at_least_once, or at_most_once: a batch is gone when it is handed out")
+    lease_timeout_s: float = setting(600.0, "seconds until an unacknowledged batch goes to another trainer")
+    send_timeout_s: float = setting(60.0, "seconds that a response may take to go out")
+    delivery: str = setting(
+        "at_least_once",
+        "at_least_once, or at_most_once: a batch is gone when it is handed out",
+        choices=("at_least_once", "at_most_once"),
+    )
     max_queue_groups: int = setting(
-        1_000_000, "groups held before pushes get 503 (0: no limit); those in quarantine count, and go first", int
+        1_000_000, "groups held before pushes get 503 (0: no limit); those in quarantine count, and go first"
     )
-    max_queue_bytes: int = setting(16 << 30, "bytes held before pushes get 503 (0: no limit), likewise", int)
-    quarantine_bytes: int = setting(256 << 20, "bytes kept in quarantine; the oldest go first", int)
-    max_quarantine_groups: int = setting(100_000, "groups kept in quarantine; the oldest go first", int)
-    buffer_expiry_s: float = setting(3600.0, "seconds that a group of an odd size waits for others", float)
-    max_buffered_groups: int = setting(4096, "groups of odd sizes held for one environment", int)
-    replay_ttl_s: float = setting(3600.0, "seconds that idempotency keys and ended leases are remembered", float)
+    max_queue_bytes: int = setting(16 << 30, "bytes held before pushes get 503 (0: no limit), likewise")
+    quarantine_bytes: int = setting(256 << 20, "bytes kept in quarantine; the oldest go first")
+    max_quarantine_groups: int = setting(100_000, "groups kept in quarantine; the oldest go first")
+    buffer_expiry_s: float = setting(3600.0, "seconds that a group of an odd size waits for others")
+    max_buffered_groups: int = setting(4096, "groups of odd sizes held for one environment")
+    replay_ttl_s: float = setting(3600.0, "seconds that idempotency keys and ended leases are remembered")
     max_replays: int = setting(
-        250_000, "idempotency keys, and ended leases, remembered; beyond that the oldest are forgotten early", int
+        250_000, "idempotency keys, and ended leases, remembered; beyond that the oldest are forgotten early"
     )
     env_expiry_s: float = setting(
-        86_400.0, "seconds of silence after which an environment is forgotten, if nothing of it waits", float
+        86_400.0, "seconds of silence after which an environment is forgotten, if nothing of it waits"
     )
-    max_staleness: int | None = setting(None, "policy versions that a group may lie behind (default: no bound)", int)
-    stale_policy: str = setting("quarantine", "too stale groups: quarantine, or last (only when nothing fresher fills)")
-    min_rounding: str = setting("floor", "minimum allocations in sequences: floor or ceil")
+    max_staleness: int | None = setting(None, "policy versions that a group may lie behind (default: no bound)")
+    stale_policy: str = setting(
+        "quarantine",
+        "too stale groups: quarantine, or last (only when nothing fresher fills)",
+        choices=("quarantine", "last"),
+    )
+    min_rounding: str = setting("floor", "minimum allocations in sequences: floor or ceil", choices=("floor", "ceil"))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "strict", ",".join(_strict_rows(self.strict)))
+        object.__setattr__(self, "strict", ",".join(self._strict_rows()))
         defaults = {
             "reregister": "ignore" if self.is_strict("reregister") else "continue",
             "heartbeat_timeout_s": math.inf if self.is_strict("heartbeat_timeout_s") else 300.0,
@@ -372,47 +375,28 @@ class StateOptions:
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(choices)}")
-        for name in (
-            "heartbeat_timeout_s", "lease_timeout_s", "send_timeout_s", "buffer_expiry_s", "replay_ttl_s",
-            "env_expiry_s",
-        ):  # fmt: skip
+        super().__post_init__()
+        for name in _POSITIVE_SECONDS:
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be more than 0 seconds")
+                raise SettingError(f"{self.named(name)} must be more than 0 seconds")
 
     def is_strict(self, *rows: str) -> bool:
         """Return whether all of these rows follow the original server's behaviour."""
         return set(rows) <= set(self.strict.split(","))
 
-
-def _strict_rows(names: str) -> list[str]:
-    """Return the named rows in the order of ``STRICT_ROWS``; words like yes or no select all or
-    none."""
-    words = str(names).lower()
-    if words in (*FALSE_WORDS, "none"):
-        return []
-    if words in (*TRUE_WORDS, "all"):
-        return list(STRICT_ROWS)
-    chosen = {name.strip().replace("-", "_") for name in words.split(",")}
-    if unknown := sorted(chosen.difference(STRICT_ROWS)):
-        raise ValueError(f"strict has no row {unknown[0]!r}; give all, none or some of {', '.join(STRICT_ROWS)}")
-    return [row for row in STRICT_ROWS if row in chosen]
-
-
-class Refusal(Exception):
-    """Error of a request that cannot be served; it becomes an HTTP error. ``detail`` is
-    JSON-serialisable: a text, or the list of a 422."""
-
-    def __init__(self, status: int, detail: Any, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(f"{status}: {detail}")
-        self.status = status
-        self.detail = detail
-        self.headers = dict(headers or {})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Refusal, (self.status, self.detail, self.headers)
+    def _strict_rows(self) -> list[str]:
+        """Return the rows that ``strict`` names, in the order of ``STRICT_ROWS``; yes and no mean all and none."""
+        words = str(self.strict).lower()
+        if words in (*FALSE_WORDS, "none"):
+            return []
+        if words in (*TRUE_WORDS, "all"):
+            return list(STRICT_ROWS)
+        chosen = {name.strip().replace("-", "_") for name in words.split(",")}
+        if unknown := sorted(chosen.difference(STRICT_ROWS)):
+            raise SettingError(
+                f"{self.named('strict')} has no row {unknown[0]!r}; give all, none or some of {', '.join(STRICT_ROWS)}"
+            )
+        return [row for row in STRICT_ROWS if row in chosen]
 
 
 def invalid(loc: list[str | int], message: str, kind: str = "value_error", given: Any = None) -> Refusal:

@@ -15,14 +15,19 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import realhf
-from realhf.base.http_guard import guarded_http
 from realhf.monitor.rollouts.export import export_command
 from realhf.view.report import report_command
 from realhf.view.run import Run, RunList
 from realhf.view.run_folder import MARKS, is_run, note_command
 from realhf.view.server import create_app
+from realhf.web.connections import guarded_http
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
 
 PORT = 8765
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
@@ -79,18 +84,24 @@ def _problem(folders: Sequence[Path], found: Sequence[Run], follow: bool) -> str
     return f"no run in {', '.join(map(str, folders))} (a run has {' or '.join(MARKS)}); --follow waits for one"
 
 
-def _serve(runs: RunList, follow: bool, listener: socket.socket) -> None:
+def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    """Return the uvicorn settings of the page."""
     import uvicorn
 
-    config = uvicorn.Config(
-        create_app(runs, follow=follow),
+    return uvicorn.Config(
+        app,
         http=guarded_http(),
         log_level="warning",
         ws="none",
         timeout_graceful_shutdown=1,
         lifespan="off",
     )
-    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _serve(runs: RunList, follow: bool, listener: socket.socket) -> None:
+    import uvicorn
+
+    uvicorn.Server(uvicorn_config(create_app(runs, follow=follow))).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -14,19 +14,17 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realhf.base import process_clock
-from realhf.base.loopback import is_loopback_host, request_problem
 from realhf.view.report import static_files
 from realhf.view.run import Run, RunList
 from realhf.view.run_data import MEDIA_TYPE
+from realhf.web.guard import OWN_FILES_POLICY, PAGE_HEADERS, GuardRules, PageRules, RequestGuard, ServedHosts
 
 CHANGES_S = 20.0
 """How long a request for changes waits, in seconds; the page asks again at once."""
@@ -47,7 +45,9 @@ def create_app(runs: RunList, *, follow: bool) -> Starlette:
     routes += [Route(f"/api/runs/{{run:int}}/{name}", api.part(read)) for name, read in PARTS_OF_A_RUN.items()]
     routes += [Route("/api/runs/{run:int}/search", api.search)]
     handlers = {OSError: _unreadable}
-    return Starlette(routes=routes, middleware=[Middleware(WebGuard)], exception_handlers=handlers)
+    return Starlette(
+        routes=routes, middleware=[Middleware(RequestGuard, rules=guard_rules())], exception_handlers=handlers
+    )
 
 
 class Api:
@@ -182,42 +182,18 @@ async def _streamed(found: Iterator[dict[str, Any]], stopped: threading.Event) -
         stopped.set()
 
 
-HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "object-src 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
 SERVER_HEADER = "X-Realhf-Server"
+"""Header of every answer with a name of this process. By it an open page notices that another server, with other runs,
+has taken its place on the port."""
 
 
-class WebGuard:
-    """Answers requests for foreign hosts (a foreign name may resolve to this machine) and of foreign pages with 403; an
-    ASGI middleware. Every answer gets ``HEADERS`` and the name of this server, by which an open page notices that
-    another one, with other runs, has taken its place on the port."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._headers = {**HEADERS, SERVER_HEADER: secrets.token_hex(8)}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-
-        async def guarded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(self._headers)
-            await send(message)
-
-        unserved = "this page is served to 127.0.0.1 and localhost only"
-        problem = request_problem(scope, is_loopback_host, unserved=unserved, schemes=("http",))
-        app = self._app if not problem else JSONResponse({"detail": problem}, 403)
-        await app(scope, receive, guarded)
+def guard_rules() -> GuardRules:
+    """Return which requests are served: those of this machine, for the page itself."""
+    remedy = "this page is served to 127.0.0.1 and localhost only"
+    headers = {**PAGE_HEADERS, "Content-Security-Policy": OWN_FILES_POLICY, "Cache-Control": "no-store"}
+    return GuardRules(
+        pages=PageRules(ServedHosts(remedy), schemes=frozenset({"http"})),
+        form=lambda refusal: {"detail": refusal.detail},
+        local_remedy=remedy,
+        headers={**headers, SERVER_HEADER: secrets.token_hex(8)},
+    )

@@ -31,8 +31,8 @@ from realhf.env.openenv_client import StepResult
 from realhf.env.server.spec.messages import of_opening, of_turn
 from realhf.rollout.openai_requests import ApiError, ChatRequest
 from realhf.rollout.player import SlotEnvironment
-from realhf.trajectory.records import Refusal
 from realhf.trajectory.wire.intake import Offload, parse_groups
+from realhf.web.refusal import Refusal
 from tests.api.chat.templates import QWEN25, tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

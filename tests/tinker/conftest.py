@@ -106,7 +106,7 @@ def opened(tmp_path, monkeypatch):
         async def begin(options) -> Service:
             if now:
                 await now.pop().close()
-            service = Service(ServerOptions(str(tmp_path / "model"), root=str(tmp_path / "root"), **options))
+            service = Service(ServerOptions(model=str(tmp_path / "model"), root=str(tmp_path / "root"), **options))
             await service.open()
             now.append(service)
             return service

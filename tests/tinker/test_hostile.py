@@ -22,13 +22,14 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from realhf.backends.training.torch_backend import load_causal_lm
+from realhf.tinker.access import guard_rules
 from realhf.tinker.channel import Drop, Job, Update
 from realhf.tinker.compute import Computer
-from realhf.tinker.desk import AccessGuard
 from realhf.tinker.options import ServerOptions
 from realhf.tinker.sampling import Sampler
 from realhf.tinker.training import Held, TrainedModel
 from realhf.tinker.wire import BadRequest, json_number, read_head, read_json, read_pass
+from realhf.web.guard import RequestGuard
 from tests.tinker.conftest import KEY, Server
 from tests.tinker.test_client import ADAM, TEXT, datum, steps
 
@@ -322,14 +323,14 @@ def test_who_has_no_key_sends_no_bodies(policy, tmp_path, path):
     """Paths that are open to read were open to write, too: a stranger filled the room for bodies."""
     (tmp_path / "keys").write_text(f"{KEY}\n")
     (tmp_path / "keys").chmod(0o600)
-    options = ServerOptions(str(policy), root=str(tmp_path / "root"), token_file=str(tmp_path / "keys"))
+    options = ServerOptions(model=str(policy), root=str(tmp_path / "root"), token_file=str(tmp_path / "keys"))
     asked = []
 
     async def app(scope, receive, send):
         asked.append(scope["method"])
         await Response()(scope, receive, send)
 
-    http = TestClient(AccessGuard(app, options), base_url="http://127.0.0.1")
+    http = TestClient(RequestGuard(app, guard_rules(options)), base_url="http://127.0.0.1")
     assert http.get(f"/api/v1/{path}").status_code == 200
     assert http.post(f"/api/v1/{path}", content=b"x").status_code == 401
     assert http.post(f"/api/v1/{path}", content=b"x", headers={"X-API-Key": KEY}).status_code == 200

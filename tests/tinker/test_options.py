@@ -8,10 +8,12 @@ import resource
 import pytest
 
 import realhf
-from realhf.base.http_guard import HandshakeLoop
 from realhf.tinker import __main__ as command
-from realhf.tinker.options import OptionError, ServerOptions, command_line, options_of
+from realhf.tinker.options import ServerOptions, command_line, read_options
 from realhf.tinker.store import FAILED, FINISHED, WAITING, Store
+from realhf.web.connections import HandshakeLoop
+from realhf.web.settings import SettingError
+from tests.certificates import self_signed
 
 KEY = "tml-twenty-letters-or-more"
 
@@ -26,54 +28,54 @@ def model(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--host", "0.0.0.0"], "give --token-file"),
-        (["--tls-cert", "cert.pem"], "--tls-cert and --tls-key go together"),
-        (["--dtype", "int8"], "--dtype int8"),
+        (["--host", "0.0.0.0"], "not a loopback address; it needs --token-file"),
+        (["--tls-cert", "cert.pem"], "--tls-cert is given without --tls-key"),
+        (["--dtype", "int8"], "--dtype is 'int8'; allowed: float32, bfloat16"),
         (["--allowed-hosts", "a.example"], "--allowed-hosts has no effect on the loopback"),
-        (["--max-rank", "0"], "--max-rank 0 is out of range"),
-        (["--state-every-s", "-1"], "--state-every-s -1.0 is out of range"),
-        (["--kv-cache-gib", "0"], "--kv-cache-gib 0.0 is out of range"),
-        (["--max-saved-gib", "nan"], "--max-saved-gib nan is out of range"),
+        (["--max-rank", "0"], "--max-rank is 0; allowed: at least 1"),
+        (["--state-every-s", "-1"], "--state-every-s is -1.0; allowed: at least 0"),
+        (["--kv-cache-gib", "0"], "--kv-cache-gib is 0.0; allowed: at least 0.001"),
+        (["--max-saved-gib", "nan"], "--max-saved-gib is 'nan'; give a number"),
         (["--full-weights", "--dtype", "bfloat16"], "--full-weights trains in float32"),
         (["--full-weights", "--max-rank", "4"], "--max-rank has no effect with --full-weights"),
     ],
 )
 def test_a_wrong_option_is_named(model, given, said):
-    with pytest.raises(OptionError, match=said):
-        options_of(["--model", model, *given])
+    with pytest.raises(SettingError, match=said):
+        read_options(["--model", model, *given])
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(OptionError, match=r"there is no config\.json"):
-        options_of(["--model", str(tmp_path)])
-    with pytest.raises(OptionError, match=r"there is no such folder; `make model` makes"):
-        options_of(["--model", str(tmp_path / "none")])
+    with pytest.raises(SettingError, match=r"there is no config\.json"):
+        read_options(["--model", str(tmp_path)])
+    with pytest.raises(SettingError, match=r"there is no such folder; `make model` makes"):
+        read_options(["--model", str(tmp_path / "none")])
 
 
 def test_the_version_needs_no_model(capsys):
     with pytest.raises(SystemExit) as ended:
-        options_of(["--version"])
+        read_options(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"train-api {realhf.__version__}\n"
 
 
 def test_keys_come_from_a_file_that_nobody_else_reads(model, tmp_path):
     file = tmp_path / "keys"
-    options = ServerOptions(model, host="0.0.0.0", token_file=str(file))
-    with pytest.raises(OptionError, match="No such file"):
+    options = ServerOptions(model=model, host="0.0.0.0", token_file=str(file))
+    with pytest.raises(SettingError, match="No such file"):
         options.api_keys()
     file.write_text(f"# mine\n{KEY}\n\n")
     file.chmod(0o644)
-    with pytest.raises(OptionError, match="others may read it"):
+    with pytest.raises(SettingError, match="others may read it"):
         options.api_keys()
     file.chmod(0o600)
-    assert options.api_keys() == {KEY} and ServerOptions(model).api_keys() == frozenset()
+    assert options.api_keys() == {KEY} and ServerOptions(model=model).api_keys() == frozenset()
     file.write_text("tml-short\n")
-    with pytest.raises(OptionError, match="20 letters"):
+    with pytest.raises(SettingError, match="20 letters"):
         options.api_keys()
 
 
 @pytest.mark.parametrize("tls", [True, False])
-def test_a_server_has_all_descriptors_and_ends_silent_handshakes(model, monkeypatch, tls):
+def test_a_server_has_all_descriptors_and_ends_silent_handshakes(model, monkeypatch, tmp_path, tls):
     """The loop that does was named to uvicorn only, which does not start one here: who shook no hands held a connection
     for a minute."""
 
@@ -87,7 +89,8 @@ def test_a_server_has_all_descriptors_and_ends_silent_handshakes(model, monkeypa
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
     try:
-        given = ["--model", model, *(["--tls-cert", "cert.pem", "--tls-key", "key.pem"] if tls else [])]
+        cert, key = self_signed(tmp_path)
+        given = ["--model", model, *(["--tls-cert", cert, "--tls-key", key] if tls else [])]
         assert command.main(given) == before[1] and loops == [tls]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

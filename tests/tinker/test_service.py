@@ -16,8 +16,8 @@ import pytest
 
 from realhf.tinker.channel import Began, Channel, Create, Drop, Forward, Load, Save, Spoil, Told, Unload, Update
 from realhf.tinker.service import GAP_CLEANS, MOST_AHEAD
-from realhf.tinker.shelf import Refused
 from realhf.tinker.store import FAILED, FINISHED, WAITING
+from realhf.web.refusal import Refusal
 
 ME = "me"
 OPTIONS = {"base": "b", "rank": 4, "seed": 0, "mlp": True, "attention": True, "unembedding": True}
@@ -90,7 +90,7 @@ def test_what_waits_for_a_request_that_never_comes_is_done_in_the_end(opened, re
     assert "request 1 never came" in service._process.works[0].why
     service._process.answer(2)
     assert states(service, model) == [FAILED, FINISHED]
-    with pytest.raises(Refused, match=r"number 1 of .* is taken: request 1 never came"):
+    with pytest.raises(Refusal, match=r"number 1 of .* is taken: request 1 never came"):
         ask(service, model, 1)
 
 
@@ -102,8 +102,8 @@ def test_a_request_that_is_refused_for_now_is_waited_for(opened, monkeypatch):
     for _ in range(GAP_CLEANS):
         service.close_gaps()
         with monkeypatch.context() as full:
-            full.setattr(service, "check_disk", lambda: (_ for _ in ()).throw(Refused(507, "the disk is full")))
-            with pytest.raises(Refused, match="the disk is full"):
+            full.setattr(service, "check_disk", lambda: (_ for _ in ()).throw(Refusal(507, "the disk is full")))
+            with pytest.raises(Refusal, match="the disk is full"):
                 ask(service, model, 1)
     ask(service, model, 1)
     service._process.answer(2)
@@ -179,7 +179,7 @@ def test_the_first_of_a_batch_is_taken_when_the_others_have_filled_the_quota(ope
         ask(service, model, seq)
     if restarted:
         service = opened(max_pending=2)
-    with pytest.raises(Refused, match="--max-pending"):
+    with pytest.raises(Refusal, match="--max-pending"):
         ask(service, model, 4)
     ask(service, model, 1)
     assert service._process.works[-3:] == [Forward(model)] * 3
@@ -200,7 +200,7 @@ def test_a_model_that_is_refused_is_not_written_down(opened):
     service = opened(max_adapters_per_key=1)
     busy = model_of(service)
     ask(service, busy, 1)
-    with pytest.raises(Refused, match="--max-adapters-per-key"):
+    with pytest.raises(Refusal, match="--max-adapters-per-key"):
         model_of(service, 1)
     assert [row.id for row in service.store.models(ME)] == [busy]
     service._process.answer()
@@ -314,7 +314,7 @@ def test_saves_that_are_sent_without_waiting_have_their_quota(opened):
     assert [service.store.request(name).state for name in sent] == [FINISHED, FAILED, FAILED]
     assert "--max-saved-gib" in service.store.request(sent[1]).error
     service = opened(min_free_gib=1e9)
-    with pytest.raises(Refused, match="--min-free-gib"):
+    with pytest.raises(Refusal, match="--min-free-gib"):
         service.check_saving(ME, "training")
 
 
@@ -331,7 +331,7 @@ def test_weights_that_train_whole_count_before_they_are_saved(opened):
     """600 KiB for a sampler and three times as much with the moments, of 1 MiB and 5 GiB."""
     service = opened(max_saved_gib=1e-3, full_weights=True)
     service.check_saving(ME, "sampler")
-    with pytest.raises(Refused, match="--max-saved-gib"):
+    with pytest.raises(Refusal, match="--max-saved-gib"):
         service.check_saving(ME, "training")
 
 

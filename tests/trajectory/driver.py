@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import pytest
 from isal import isal_zlib
 
-from realhf.trajectory.records import Encoding, GroupRecord, Incoming, Payload, PayloadRef, Place, Refusal, StateOptions
+from realhf.trajectory.records import Encoding, GroupRecord, Incoming, Payload, PayloadRef, Place, StateOptions
 from realhf.trajectory.state import delivery, push, registry
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import Changes, Store
+from realhf.web.refusal import Refusal
 from tests.trajectory.conftest import ENV, REGISTRATION
 
 AnyStore = TypeVar("AnyStore", bound=Store)

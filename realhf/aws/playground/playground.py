@@ -24,8 +24,8 @@ from realhf.aws.simulator.pool import MiniStackPool, Slot
 from realhf.aws.tasks.captures import CaptureError, resolve
 from realhf.aws.tasks.loader import instantiate, load_templates
 from realhf.aws.tasks.task import Task
-from realhf.env.server.access import Refused
 from realhf.env.server.wire import VALIDATION_ERROR, WireError
+from realhf.web.refusal import Refusal
 
 LOG_FORMAT = "realhf-episode-1"
 """Format id of a downloaded episode."""
@@ -36,9 +36,9 @@ _SHOWN = (
 """Observation fields in the log of a step."""
 
 
-def no_episode() -> Refused:
+def no_episode() -> Refusal:
     """Return the refusal for a visitor without an episode."""
-    return Refused(409, "NO_EPISODE", "no episode is running here; start one")
+    return Refusal(409, "no episode is running here; start one", code="NO_EPISODE")
 
 
 class PlaygroundSession:
@@ -92,13 +92,13 @@ class PlaygroundSession:
         self._followed = []
 
     def step(self, command: str) -> dict[str, Any]:
-        """Run a command and return its log entry. Raises Refused, WireError."""
+        """Run a command and return its log entry. Raises Refusal, WireError."""
         if self.log is None or self._player is None:
             raise no_episode()
         steps = self.log["steps"]
         began = time.perf_counter()
         if steps and steps[-1]["done"]:
-            raise Refused(409, "NO_EPISODE", "the episode is over; start another")
+            raise Refusal(409, "the episode is over; start another", code="NO_EPISODE")
         observation, reward, done = self._player.step({"command": command})
         spent = time.perf_counter() - began
         reward = reward or 0.0
@@ -124,7 +124,7 @@ class PlaygroundSession:
 
     def solution(self) -> dict[str, Any]:
         """Return the first reference command that has not been run yet: ``command`` (None: all
-        were), its ``position`` from 1, ``total``. Raises Refused."""
+        were), its ``position`` from 1, ``total``. Raises Refusal."""
         if self.log is None:
             raise no_episode()
         position = len(self._followed) + 1
@@ -199,7 +199,7 @@ class Playground:
 
     ``idle_release_s``: seconds without a request of the player after which others may play.
     ``away_release_s``: the same after the player's page was closed. Call all coroutines on one
-    event loop; ``close`` is thread-safe. Raises ``Refused`` for a request that is not served.
+    event loop; ``close`` is thread-safe. Raises ``Refusal`` for a request that is not served.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Playground:
         except (OSError, RuntimeError) as error:
             _LOG.warning("the playground's simulator did not start: %s", error)
             why = error.strerror or str(error) if isinstance(error, OSError) else "the server's log tells why"
-            raise Refused(503, "NO_SIMULATOR", f"the simulator did not start ({why}); try again") from None
+            raise Refusal(503, f"the simulator did not start ({why}); try again", code="NO_SIMULATOR") from None
         finally:
             if newcomer and not begun and not self._in_flight:
                 self._player = None
@@ -281,7 +281,7 @@ class Playground:
         if self._player not in (None, visitor):
             wait = self._free_in_s()
             text = f"busy: somebody else is playing; free in {wait:.0f} s at the latest"
-            raise Refused(409, "BUSY", text, free_in_s=wait)
+            raise Refusal(409, text, code="BUSY", free_in_s=wait)
 
     def _require_player(self, visitor: str) -> None:
         self._refuse_others(visitor)

@@ -25,7 +25,9 @@ from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import fill, load_templates
 from realhf.aws.tasks.task import TIERS
 from realhf.env.server import wire
-from realhf.env.server.access import BrowserAuth, Handler, Refused
+from realhf.web.bodies import read_body
+from realhf.web.browser_auth import MAX_BODY_BYTES, BrowserAuth, Handler
+from realhf.web.refusal import Refusal
 
 BLANK = "…"
 _RUN_TIME = re.compile(r"\$\{setup[^}]*\}")
@@ -66,12 +68,25 @@ def mount(app: FastAPI, config: AwsServerConfig) -> Playground:
 
     session = PlaygroundSession(make_pool, make_player, summed=config.reward_mode == "potential")
     playground = Playground(session)
-    auth = BrowserAuth(config.token)
+    auth = BrowserAuth(config.token, path="/web", cookie="realhf_playground")
     handlers = _Handlers(playground, auth, config)
     for method, path, handler, open_to_all in handlers.table():
-        endpoint = auth.guarded(handler, open_to_all=open_to_all)
+        endpoint = auth.guard(_with_wire_errors(handler), open_to_all=open_to_all)
         app.router.routes.append(Route(f"/web{path}", endpoint, methods=[method], include_in_schema=False))
     return playground
+
+
+def _with_wire_errors(handler: Handler) -> Handler:
+    """Return ``handler`` with the errors of the wire as refusals."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except wire.WireError as error:
+            status = 422 if error.code == wire.VALIDATION_ERROR else 500
+            raise Refusal(status, error.message, code=error.code) from None
+
+    return handle
 
 
 class _Handlers:
@@ -120,16 +135,16 @@ class _Handlers:
             }
         )
         if known is None:
-            self._auth.admit(visitor, request, response)
+            self._auth.set_cookie(visitor, request, response)
         return response
 
     async def login(self, request: Request) -> Response:
         """Log in a visitor with the server's token."""
         token = (await _body(request)).get("token")
         if not isinstance(token, str) or not self._auth.needs_login or not self._auth.knows(token):
-            raise Refused(401, "WRONG_TOKEN", "this is not the server's token")
+            raise Refusal(401, "this is not the server's token", code="WRONG_TOKEN")
         response = JSONResponse({})
-        self._auth.admit(self._auth.new_visitor(), request, response)
+        self._auth.set_cookie(self._auth.new_visitor(), request, response)
         return response
 
     async def tasks(self, request: Request) -> Response:
@@ -185,7 +200,7 @@ class _Handlers:
 
 async def _body(request: Request) -> dict[str, Any]:
     try:
-        body = json.loads(await request.body())
+        body = json.loads(await read_body(request.stream(), max_bytes=MAX_BODY_BYTES))
     except (ValueError, RecursionError):
         raise wire.WireError(wire.VALIDATION_ERROR, "the body is not JSON") from None
     if not isinstance(body, dict):

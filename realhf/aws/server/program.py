@@ -20,10 +20,11 @@ from realhf.aws.real_aws.account import RealAwsPool
 from realhf.aws.server_config import AwsServerConfig, aws_endpoints, output_limits, simulator_pool
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import load_templates
-from realhf.env.server.config import ConfigError, ServerConfig
+from realhf.env.server.config import ServerConfig
 from realhf.env.server.interfaces import Page, Player, ServedEnvironment
 from realhf.env.server.process import ServerProcess
 from realhf.env.server.wire import WireError
+from realhf.web.settings import SettingError
 
 TOOL = {
     "name": "aws",
@@ -160,11 +161,11 @@ def make_pool(config: AwsServerConfig) -> MiniStackPool | RealAwsPool:
 
 
 def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[AwsServed, ServerConfig]:
-    """Return the environment for the server, not started yet. Raises ConfigError for options of
+    """Return the environment for the server, not started yet. Raises SettingError for options of
     another environment."""
     assert isinstance(config, AwsServerConfig)
     if arguments.option:
-        raise ConfigError(f"--option {arguments.option[0]!r} has no effect without --env; the settings are flags here")
+        raise SettingError(f"--option {arguments.option[0]!r} has no effect without --env; the settings are flags here")
     return AwsServed(config, make_pool(config)), config
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, ChatMessage, ToolCall
 from realhf.api.messages import message_problems
-from realhf.base.http_guard import MOST_HEAD_BYTES
 from realhf.env.loader.validation import json_problem, shown, whole_text
+from realhf.web.connections import MOST_HEAD_BYTES
 
 SECRET_HEADER = "x-policy-secret"
 _MOST_HEADERS = 64

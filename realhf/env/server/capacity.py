@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from realhf.env.server import wire
 from realhf.env.server.interfaces import SlotPool
+from realhf.web.refusal import Refusal
 
 _LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
@@ -173,16 +174,18 @@ class SlotLeases:
         if self._releases:
             await asyncio.wait(self._releases, timeout=timeout_s)
 
-    def refusal(self) -> dict[str, Any]:
-        """Count a refusal and return what the refused client is told."""
+    def refusal(self) -> Refusal:
+        """Count a client that is refused for capacity, and return its refusal (503)."""
         self._metrics.sessions_rejected.inc()
         numbers = f"{self.active}/{self.most}"
-        return {
-            "code": wire.CAPACITY_REACHED,
-            "message": f"Server at capacity: {numbers} sessions active. Cannot accept new connections.",
-            "active_sessions": self.active,
-            "max_sessions": self.most,
-        }
+        return Refusal(
+            503,
+            f"Server at capacity: {numbers} sessions active. Cannot accept new connections.",
+            {"Retry-After": str(RETRY_AFTER_S)},
+            code=wire.CAPACITY_REACHED,
+            active_sessions=self.active,
+            max_sessions=self.most,
+        )
 
     def _released(self, future: asyncio.Future[None]) -> None:
         self._releases.discard(future)
@@ -192,6 +195,11 @@ class SlotLeases:
     def _count(self, change: int) -> None:
         self.active += change
         self._metrics.sessions_active.set(self.active)
+
+
+def capacity_body(refusal: Refusal) -> dict[str, Any]:
+    """Return the body of a refusal for capacity, the same over HTTP, in a handshake and in an error frame."""
+    return {"code": refusal.code, "message": refusal.detail, **refusal.more}
 
 
 async def watch_loop_lag(metrics: ServerMetrics, every_s: float = 0.25) -> None:

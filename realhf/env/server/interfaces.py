@@ -148,7 +148,7 @@ class ServedEnvironment:
             "description": self.about,
             "max_concurrent_envs": self._config.pool_size,
             "correlation": True,
-            "simulated": self._config.injected.described(),
+            "simulated": self._config.injected.describe(),
         }
 
     def blank_state(self) -> dict[str, Any]:

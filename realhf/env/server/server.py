@@ -17,7 +17,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -31,14 +31,17 @@ from uvicorn.config import LOGGING_CONFIG
 
 from realhf.base import process_clock
 from realhf.base.event_loops import NEW_EVENT_LOOP
-from realhf.base.http_guard import guarded_http
-from realhf.base.tls import in_the_clear, server_files
 from realhf.env.server import mcp, wire
-from realhf.env.server.access import OriginGuard, authorized
-from realhf.env.server.capacity import RETRY_AFTER_S, ServerMetrics, SlotLeases, watch_loop_lag
+from realhf.env.server.access import error_body, guard_rules, has_own_check
+from realhf.env.server.capacity import ServerMetrics, SlotLeases, capacity_body, watch_loop_lag
 from realhf.env.server.config import ServerConfig
 from realhf.env.server.interfaces import Player, Reply, ServedEnvironment
 from realhf.env.server.session import KILLED_WAIT_S, SessionEndpoint, kill_until_done
+from realhf.web.bodies import BodyReader, BodyRules
+from realhf.web.certificates import in_the_clear, server_files
+from realhf.web.connections import guarded_http
+from realhf.web.guard import RequestGuard, refusal_response
+from realhf.web.refusal import Refusal
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -80,11 +83,14 @@ class StatelessPlayer:
         self._threads = threads
 
     async def play(self, action: Callable[[Player], T], timeout_s: float | None = None) -> T:
-        """Run ``action`` with a player. Raises CapacityReached, WireError, or TimeoutError after ``timeout_s`` (the
-        command is killed; a thread that still does not end keeps the slot)."""
+        """Run ``action`` with a player.
+
+        Raises Refusal (503) at capacity, WireError, or TimeoutError after ``timeout_s``: then the command is killed,
+        and a thread that still does not end keeps the slot.
+        """
         slot = await self._leases.take()
         if slot is None:
-            raise CapacityReached(self._leases.refusal())
+            raise self._leases.refusal()
         work = None
         try:
             player = self._player(slot)
@@ -110,14 +116,6 @@ class StatelessPlayer:
             raise wire.WireError(wire.FACTORY_ERROR, message) from error
 
 
-class CapacityReached(Exception):
-    """No slot is free. ``body`` is what the client is told."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        super().__init__(body["message"])
-        self.body = dict(body)
-
-
 def build_app(
     served: ServedEnvironment,
     leases: SlotLeases,
@@ -129,29 +127,20 @@ def build_app(
     """Build the application, without the pages of the environment."""
     app = FastAPI(title=served.title, description=served.about)
     app.router.routes.append(WebSocketRoute("/ws", endpoint))
-    _add_guard(app, config, served.own_guard)
-    app.add_middleware(OriginGuard, config=config)
+    # The middleware that is added last comes first.
+    body_rules = BodyRules(
+        _MAX_BODY_BYTES,
+        error_body,
+        length_required=True,
+        media_type=_JSON,
+        left_to_handler=lambda scope: has_own_check(scope, served.own_guard),
+        decompress=False,
+    )
+    app.add_middleware(BodyReader, rules=body_rules)
+    app.add_middleware(RequestGuard, rules=guard_rules(config, served.own_guard))
     _add_description(app, served, leases, metrics)
     _add_stateless(app, stateless, served)
     return app
-
-
-def _add_guard(app: FastAPI, config: ServerConfig, own_guard: str) -> None:
-    @app.middleware("http")
-    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        """Check token, size and kind of every request that changes or plays something. Pages below ``own_guard``
-        have checks of their own."""
-        if request.method == "POST":
-            guarded = bool(own_guard) and request.url.path.startswith(own_guard)
-            if not guarded and not authorized(request.headers.raw, config.token):
-                return JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
-            length = request.headers.get("content-length", "")
-            if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
-                return JSONResponse({"detail": f"a body has a Content-Length of at most {_MAX_BODY_BYTES}"}, 413)
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if int(length) and kind != _JSON:  # a foreign page can send only other kinds without a preflight
-                return JSONResponse({"detail": f"a body is {_JSON}"}, 415)
-        return await call_next(request)
 
 
 def _add_description(app: FastAPI, served: ServedEnvironment, leases: SlotLeases, metrics: ServerMetrics) -> None:
@@ -184,9 +173,9 @@ def _add_description(app: FastAPI, served: ServedEnvironment, leases: SlotLeases
 
 
 def _add_stateless(app: FastAPI, stateless: StatelessPlayer, served: ServedEnvironment) -> None:
-    @app.exception_handler(CapacityReached)
-    async def full(request: Request, error: CapacityReached) -> Response:
-        return JSONResponse(error.body, 503, {"Retry-After": str(RETRY_AFTER_S)})
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return refusal_response(error, capacity_body)
 
     @app.exception_handler(wire.WireError)
     async def failed(request: Request, error: wire.WireError) -> Response:
@@ -244,8 +233,8 @@ async def _call_tool(
 
     try:
         return await stateless.play(play)
-    except CapacityReached as full:
-        return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, str(full), full.body)
+    except Refusal as refusal:
+        return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, str(refusal), capacity_body(refusal))
     except wire.WireError as error:
         return mcp.rpc_error(message.get("id"), mcp.SERVER_ERROR, error.message, {"code": error.code})
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import Executor
 from typing import Any
 
+from starlette.types import Scope
+
 from realhf.base import process_clock
 from realhf.env.server import mcp, wire
-from realhf.env.server.access import authorized, refuse_handshake
-from realhf.env.server.capacity import RETRY_AFTER_S, ServerMetrics, SlotLeases
-from realhf.env.server.config import HANG, UNAVAILABLE, ServerConfig, SessionTrouble
+from realhf.env.server.access import token_check
+from realhf.env.server.capacity import RETRY_AFTER_S, ServerMetrics, SlotLeases, capacity_body
+from realhf.env.server.config import ServerConfig
+from realhf.env.server.injected_faults import HANG, UNAVAILABLE, SessionFaults
 from realhf.env.server.interfaces import Player, Reply, ServedEnvironment
 from realhf.env.server.wire import Request, WireError
+from realhf.web.guard import refuse_handshake
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -52,7 +56,7 @@ class Session:
         metrics: ServerMetrics,
         config: ServerConfig,
         *,
-        trouble: SessionTrouble | None = None,
+        trouble: SessionFaults | None = None,
     ) -> None:
         self._trouble = trouble
         self._player = player
@@ -176,7 +180,7 @@ class Session:
             self._metrics.errors.labels(error.code).inc()
             return wire.encode_error(error)
 
-    async def _meet_trouble(self, trouble: SessionTrouble) -> None:
+    async def _meet_trouble(self, trouble: SessionFaults) -> None:
         """Apply the simulated trouble: the step is late, or is not executed at all. Raises WireError or _Unanswered."""
         if trouble.latency_s:
             await asyncio.sleep(trouble.latency_s)
@@ -293,15 +297,16 @@ class SessionEndpoint:
         self._threads = threads
         self._config = config
         self._metrics = metrics
-        self._injected = config.injected if config.injected.described() else None
+        self._check_token = token_check(config)
+        self._injected = config.injected if config.injected.describe() else None
         self._sessions: set[Session] = set()
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take a lease, accept the handshake and serve a session; without token or free slot the handshake is
         refused."""
         await receive()
-        if not authorized(scope.get("headers") or (), self._config.token):
-            await refuse_handshake(scope, send, 401, {"code": "UNAUTHORIZED", "message": "a bearer token is needed"})
+        if refusal := self._check_token(scope):
+            await refuse_handshake(scope, send, refusal.status, {"code": refusal.code, "message": refusal.detail})
             return
         try:
             slot = await self._leases.take()
@@ -310,7 +315,7 @@ class SessionEndpoint:
             return
         if slot is None:
             retry = (b"retry-after", str(RETRY_AFTER_S).encode())
-            await self._refuse(scope, send, 503, self._leases.refusal(), retry)
+            await self._refuse(scope, send, 503, capacity_body(self._leases.refusal()), retry)
             return
         try:
             session = self._make_session(slot)
@@ -364,7 +369,7 @@ class SessionEndpoint:
         return {"code": wire.FACTORY_ERROR, "message": message, "factory_name": name}
 
     async def _refuse(
-        self, scope: Mapping[str, Any], send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]
+        self, scope: Scope, send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]
     ) -> None:
         if self._config.capacity_mode == "openenv":
             await send({"type": "websocket.accept"})

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import realhf
 from realhf.base.event_loops import NEW_EVENT_LOOP
-from realhf.base.http_guard import guarded_http
-from realhf.base.tls import in_the_clear, server_files
-from realhf.trajectory.http.config import TLS_FLAGS, ConfigError, TrajectoryConfig, add_arguments, resolve
+from realhf.trajectory.http.config import TrajectoryConfig
+from realhf.web.certificates import in_the_clear, server_files
+from realhf.web.connections import guarded_http
+from realhf.web.settings import SettingError
 
 if TYPE_CHECKING:
     import uvicorn
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = command_line().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        config = resolve(arguments)
+        config = TrajectoryConfig.resolve(arguments)
         if arguments.reload:
             import uvicorn
 
@@ -39,19 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 host=config.host,
                 port=config.port,
                 reload=True,
-                http="realhf.base.http_guard:GuardedProtocol",
+                http="realhf.web.connections:GuardedProtocol",
                 access_log=False,
                 **server_files(config.tls_cert, config.tls_key),  # pyright: ignore[reportArgumentType]
             )
             return 0
         return serve(config)
-    except (ConfigError, OSError) as error:
+    except (SettingError, OSError) as error:
         print(f"run-api: {error}", file=sys.stderr)
         return 2
 
 
 def serve(config: TrajectoryConfig) -> int:
-    """Run the server in this process; return the exit code. Raises ConfigError."""
+    """Run the server in this process; return the exit code. Raises SettingError."""
     import uvicorn
 
     from realhf.trajectory.http.server import create_app
@@ -69,7 +70,7 @@ def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
     reach and may overhear."""
     import uvicorn
 
-    if warning := in_the_clear(config.host, config.tls_cert, TLS_FLAGS):
+    if warning := in_the_clear(config.host, config.tls_cert, config.tls_names):
         _LOG.warning(warning)
     return uvicorn.Config(
         app,
@@ -93,7 +94,7 @@ def command_line() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"run-api {realhf.__version__}")
     parser.add_argument("--reload", action="store_true", help="start anew when the code changes (development)")
-    add_arguments(parser.add_argument_group("settings"))
+    TrajectoryConfig.add_arguments(parser.add_argument_group("settings"))
     return parser
 
 

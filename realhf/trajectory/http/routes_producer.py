@@ -13,10 +13,12 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from realhf.trajectory.http.service import EnvIdentifier, RegisterEnv, Service, answer, idempotency, integer_header
-from realhf.trajectory.records import Incoming, Refusal
+from realhf.trajectory.records import Incoming
 from realhf.trajectory.state import push, registry
 from realhf.trajectory.wire.intake import parse_groups
 from realhf.trajectory.wire.lax_groups import ScoredData, problems
+from realhf.web.bodies import BODY
+from realhf.web.refusal import Refusal
 
 
 def router(service: Service) -> APIRouter:
@@ -27,7 +29,7 @@ def router(service: Service) -> APIRouter:
     async def register_env(env: RegisterEnv, request: Request) -> Response:
         """Take part as a rollout handler; wait until the trainer has asked for its first batch."""
         await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
-        key, fingerprint = idempotency(request, request.scope.get("traj.body", b""))
+        key, fingerprint = idempotency(request, request.scope.get(BODY, b""))
         (body, headers), _ = await engine.write(
             registry.run_once, key, fingerprint, registry.register_env, env.model_dump()
         )
@@ -74,7 +76,7 @@ _STATUS_ENV = _body(EnvIdentifier.model_json_schema(), required=False) | {
 
 
 def _env_id(request: Request) -> int:
-    body = request.scope.get("traj.body", b"")
+    body = request.scope.get(BODY, b"")
     try:
         if body:
             return EnvIdentifier.model_validate_json(body).env_id
@@ -85,7 +87,7 @@ def _env_id(request: Request) -> int:
 
 async def _push(service: Service, request: Request, *, listed: bool) -> Response:
     with service.metrics.timed("push"):
-        body = request.scope.get("traj.body", b"")
+        body = request.scope.get(BODY, b"")
         key, fingerprint = idempotency(request, body)
         groups = await parse_groups(
             body,

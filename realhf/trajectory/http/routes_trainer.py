@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from realhf.trajectory.http.auth import cookie_name, handed_out
+from realhf.trajectory.http.auth import cookie_name, new_cookie
 from realhf.trajectory.http.service import (
     Lease,
     PolicyVersion,
@@ -28,14 +28,18 @@ from realhf.trajectory.http.service import (
     idempotency,
     may_reset,
 )
-from realhf.trajectory.records import PAYLOAD_LOST, Refusal, invalid
+from realhf.trajectory.records import PAYLOAD_LOST, invalid
 from realhf.trajectory.state import delivery, registry
 from realhf.trajectory.state.delivery import LeasedBatch, NoBatch, PullRequest
 from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.wire.encode import encode_batch
 from realhf.trajectory.wire.intake import MSGPACK_TYPES
+from realhf.web.bodies import BODY
+from realhf.web.refusal import Refusal
 
 logger = logging.getLogger(__name__)
+DRAINED = "trajectory.drained"
+"""Key of an ASGI scope: whether a batch counts as sent only when it has left the process."""
 _NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
 
 
@@ -47,25 +51,25 @@ def router(service: Service) -> APIRouter:
     async def register(registration: Registration, request: Request) -> Response:
         """Begin a run, or continue the one of the same group, project and batch size. Any other one is replaced.
         ``X-Join: 1`` joins whatever run there is, ``X-Reset: 1`` begins anew in any case."""
-        key, fingerprint = idempotency(request, request.scope.get("traj.body", b""))
+        key, fingerprint = idempotency(request, request.scope.get(BODY, b""))
         join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
         if join and anew:
             raise invalid(["header", "x-reset"], "X-Join and X-Reset contradict each other")
         options = (registration.model_dump(), join, may_reset(service, request), anew, _identity(request))
         (body, headers), _ = await engine.write(registry.run_once, key, fingerprint, registry.register, *options)
-        return answer(body, headers | handed_out(request))
+        return answer(body, headers | new_cookie(request))
 
     @routes.get("/batch")
     async def batch(request: Request) -> Response:
         """Return the next batch, or null and the reason in ``X-Batch-Reason``."""
         with service.metrics.timed("pull"):
-            if not request.scope.get("traj.drained"):
+            if not request.scope.get(DRAINED):
                 raise Refusal(501, "this ASGI server does not tell when a batch has left it: use run-api, or uvicorn")
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
             pulled = await engine.write(delivery.pull, _pull_request(request))
             if isinstance(pulled, NoBatch):
                 body = _NOT_REGISTERED if pulled.unregistered else {"batch": None}
-                cookie = {} if pulled.holding else handed_out(request)
+                cookie = {} if pulled.holding else new_cookie(request)
                 return answer(body, {"X-Batch-Reason": pulled.reason} | cookie)
             try:
                 return await _respond(service, request, pulled)

@@ -12,11 +12,11 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import PlainTextResponse, Response
 
 from realhf.trajectory.http.service import Requeue, Service, accepts_msgpack, answer, may_reset
-from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import quarantine, registry, views
 from realhf.trajectory.store.base import StoreFailure
 from realhf.trajectory.wire.encode import encode_group
 from realhf.trajectory.wire.intake import MSGPACK_TYPES
+from realhf.web.refusal import Refusal
 
 _NO_EXAMPLE = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "generation_params", "messages",

@@ -20,24 +20,25 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from realhf.base.http_guard import use_all_descriptors
 from realhf.trajectory.http import routes_producer, routes_trainer, routes_watch, status_page
-from realhf.trajectory.http.auth import AccessGuard, route_path
-from realhf.trajectory.http.config import TrajectoryConfig, resolve
+from realhf.trajectory.http.auth import error_body, guard_rules, route_path
+from realhf.trajectory.http.config import TrajectoryConfig
+from realhf.trajectory.http.routes_trainer import DRAINED
 from realhf.trajectory.http.service import Service
-from realhf.trajectory.records import Refusal
 from realhf.trajectory.store.base import StoreFailure
-from realhf.trajectory.wire.body import BodyBudget, BodyShare, read_body
 from realhf.trajectory.wire.encode import GZIP_FROM_BYTES
 from realhf.trajectory.wire.intake import is_msgpack
 from realhf.trajectory.wire.lax_groups import problems
+from realhf.web.bodies import BodyReader, BodyRules
+from realhf.web.connections import use_all_descriptors
+from realhf.web.guard import RequestGuard, refusal_response
+from realhf.web.refusal import Refusal
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
@@ -87,84 +88,6 @@ def _through_tls(send: Send, transport: Any, below: Any) -> Send:
     return drained
 
 
-class ClientGone(Exception):
-    """Is raised when the connection ended in the middle of the body."""
-
-
-class BodyMiddleware:
-    """Reads and decompresses bodies under the cap and within the budget of all of them. Handlers find the whole body
-    in one message, and pushes in ``scope["traj.body"]`` without a copy."""
-
-    def __init__(self, app: ASGIApp, max_bytes: int, budget: BodyBudget) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-        self._budget = budget
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the request; one with a body holds a share of the budget until its end."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        if not ("content-length" in headers or "transfer-encoding" in headers):
-            await self._app(scope, receive, send)
-            return
-        share = BodyShare(self._budget)
-        try:
-            await self._serve(scope, receive, send, headers, share)
-        finally:
-            share.release()
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, headers: Headers, share: BodyShare) -> None:
-        encoding = headers.get("content-encoding", "")
-        try:
-            declared = headers.get("content-length", "")
-            if declared.isdigit() and int(declared) > self._max_bytes:
-                raise Refusal(413, f"the body is larger than {self._max_bytes} bytes")
-            body = await read_body(
-                _chunks(receive),
-                encoding=encoding,
-                max_bytes=self._max_bytes,
-                allow_zstd=is_msgpack(headers.get("content-type")),
-                take=share.take,
-            )
-        except Refusal as refusal:
-            close = {"Connection": "close"} if refusal.status in (413, 503) else {}
-            answer = JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers | close)
-            await answer(scope, receive, send)
-            return
-        except ClientGone:
-            return
-        if encoding:
-            mutable = MutableHeaders(scope=scope)
-            del mutable["content-encoding"]
-        scope["traj.body"] = body
-        await self._app(scope, _replay(body, receive), send)
-
-
-async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        yield message.get("body", b"")
-        if not message.get("more_body", False):
-            return
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    given = False
-
-    async def replayed() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replayed
-
-
 class EpochMiddleware:
     """Adds to every response the epoch in which it was made; a batch itself says in which it was formed."""
 
@@ -210,7 +133,7 @@ class TrajectoryApp(FastAPI):
         """Serve a request; batches are written so that a send counts only when the kernel has it."""
         if scope["type"] == "http" and scope["path"].endswith("/batch"):
             drained = drained_send(send)
-            scope["traj.drained"], send = drained is not None, drained or send
+            scope[DRAINED], send = drained is not None, drained or send
         with suppress(ConnectionResetError):
             await super().__call__(
                 scope, receive, self._told_in_one_line(send) if scope["type"] == "lifespan" else send
@@ -236,7 +159,7 @@ class TrajectoryApp(FastAPI):
 
 
 def create_app(config: TrajectoryConfig) -> FastAPI:
-    """Make the server of one configuration; the store is opened when it starts. Raises ConfigError."""
+    """Make the server of one configuration; the store is opened when it starts. Raises SettingError."""
     service = Service(config)
 
     @asynccontextmanager
@@ -276,6 +199,7 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
 
 def _middlewares(service: Service) -> list[Middleware]:
     config = service.config
+    body_rules = BodyRules(config.max_body_bytes, error_body, service.bodies, zstd_types=is_msgpack)
     return [
         Middleware(EpochMiddleware, epoch=lambda: service.engine.epoch),
         Middleware(
@@ -286,9 +210,9 @@ def _middlewares(service: Service) -> list[Middleware]:
             allow_headers=["*"],
             expose_headers=["*"],
         ),
-        Middleware(AccessGuard, config=config),
+        Middleware(RequestGuard, rules=guard_rules(config)),
         Middleware(CompressMiddleware, level=config.gzip_level),
-        Middleware(BodyMiddleware, max_bytes=config.max_body_bytes, budget=service.bodies),
+        Middleware(BodyReader, rules=body_rules),
     ]
 
 
@@ -297,7 +221,7 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
     async def refused(request: Request, error: Refusal) -> Response:
         if error.status == 503:
             service.metrics.unavailable()
-        return JSONResponse({"detail": error.detail}, error.status, error.headers)
+        return refusal_response(error, error_body)
 
     @app.exception_handler(StoreFailure)
     async def unavailable(request: Request, error: StoreFailure) -> Response:
@@ -309,4 +233,4 @@ def _handle_errors(app: FastAPI, service: Service) -> None:
         return JSONResponse({"detail": problems(error.errors(), [])}, 422)
 
 
-app = create_app(resolve())
+app = create_app(TrajectoryConfig.resolve())

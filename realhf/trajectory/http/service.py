@@ -22,15 +22,16 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 from starlette.requests import Request
 from starlette.responses import Response
 
-from realhf.trajectory.http.auth import Role
-from realhf.trajectory.http.config import ConfigError, TrajectoryConfig
+from realhf.trajectory.http.auth import ROLES, Role
+from realhf.trajectory.http.config import TrajectoryConfig
 from realhf.trajectory.records import GroupRecord, invalid
 from realhf.trajectory.state import registry, views
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import PayloadLost
 from realhf.trajectory.store.open import open_store
-from realhf.trajectory.wire.body import BodyBudget
 from realhf.trajectory.wire.intake import MSGPACK_TYPES, Offload
+from realhf.web.bodies import BodyBudget
+from realhf.web.settings import SettingError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Service:
         try:
             store = open_store(config.store, durable=config.durable)
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise SettingError(str(error)) from error
         self.engine = Engine(store, config)
         self.offload = Offload()
         self.bodies = BodyBudget(config.all_bodies_bytes)
@@ -98,7 +99,7 @@ def accepts_msgpack(request: Request) -> bool:
 def may_reset(service: Service, request: Request) -> bool:
     """Return whether the client may end the run that is going on."""
     resets = service.config.resets
-    return resets == "open" or (resets == "token" and Role.ADMIN in request.scope["traj.roles"])
+    return resets == "open" or (resets == "token" and Role.ADMIN in request.scope[ROLES])
 
 
 def idempotency(request: Request, body: bytes) -> tuple[str | None, str]:

@@ -20,14 +20,9 @@ from realhf.trajectory.records import STRICT_ROWS, GroupRecord
 from realhf.trajectory.state import views
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.wire.encode import encode_group
+from realhf.web.guard import OWN_FILES_POLICY, PAGE_HEADERS
 
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "object-src 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
+_HEADERS = {**PAGE_HEADERS, "Content-Security-Policy": OWN_FILES_POLICY, "Cache-Control": "no-cache"}
 _MAX_SEQUENCES = 4
 _MAX_TOKENS = 2000
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.trajectory.records import PAYLOAD_LOST, ClosedLease, GroupRecord, LeaseRecord, PayloadRef, Place, Refusal
+from realhf.trajectory.records import PAYLOAD_LOST, ClosedLease, GroupRecord, LeaseRecord, PayloadRef, Place
 from realhf.trajectory.state.batching import (
     FairShare,
     NotSelected,
@@ -27,6 +27,7 @@ from realhf.trajectory.state.quarantine import isolate, unservable_reason
 from realhf.trajectory.state.queue_index import QueueIndex
 from realhf.trajectory.state.registry import is_alive, shares
 from realhf.trajectory.state.server_state import TrajectoryState
+from realhf.web.refusal import Refusal
 
 
 @dataclass(frozen=True)

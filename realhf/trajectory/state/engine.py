@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from realhf.base import process_clock
-from realhf.trajectory.records import Refusal, StateOptions
+from realhf.trajectory.records import StateOptions
 from realhf.trajectory.state import maintenance, registry
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import OutcomeUnknown, Snapshot, StateLost, Store, StoreFailure
+from realhf.web.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

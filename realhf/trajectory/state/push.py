@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from realhf.trajectory.records import EnvRecord, GroupRecord, Incoming, Payload, PayloadRef, Place, Refusal
+from realhf.trajectory.records import EnvRecord, GroupRecord, Incoming, Payload, PayloadRef, Place
 from realhf.trajectory.state.quarantine import isolate, make_room, unservable_reason
 from realhf.trajectory.state.registry import Answer, check_epoch, heartbeat, run_once
 from realhf.trajectory.state.server_state import TrajectoryState
+from realhf.web.refusal import Refusal
 
 
 def push(

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from realhf.trajectory.records import EnvRecord, Refusal, Replay, RunRecord
+from realhf.trajectory.records import EnvRecord, Replay, RunRecord
 from realhf.trajectory.state import quarantine
 from realhf.trajectory.state.server_state import TrajectoryState
+from realhf.web.refusal import Refusal
 
 MIN_WEIGHT = 0.01
 """Smallest share of an environment, so that none starves."""

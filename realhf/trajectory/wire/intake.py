@@ -22,8 +22,9 @@ from typing import IO, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from realhf.trajectory.records import Incoming, Refusal, invalid
+from realhf.trajectory.records import Incoming, invalid
 from realhf.trajectory.wire import json_groups, lax_groups, msgpack_groups
+from realhf.web.refusal import Refusal
 
 YIELD_BYTES = 128 << 10
 """Bytes of a body after which the event loop gets its turn, between two groups."""

@@ -14,8 +14,9 @@ from typing import Annotated, Any, TypeVar
 from isal import isal_zlib
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, field_validator
 
-from realhf.trajectory.records import FIELDS, FREE_FIELDS, Encoding, Incoming, Refusal, invalid
+from realhf.trajectory.records import FIELDS, FREE_FIELDS, Encoding, Incoming, invalid
 from realhf.trajectory.wire.json_groups import complete_messages
+from realhf.web.refusal import Refusal
 
 MAX_ERRORS = 20
 """Most errors that a 422 lists."""

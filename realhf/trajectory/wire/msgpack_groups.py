@@ -24,10 +24,10 @@ from realhf.trajectory.records import (
     SCHEMA,
     Encoding,
     Incoming,
-    Refusal,
     invalid,
 )
 from realhf.trajectory.wire.json_groups import complete_messages
+from realhf.web.refusal import Refusal
 
 Loc = list[str | int]
 INTEGER_DTYPES = ("i4", "i8")

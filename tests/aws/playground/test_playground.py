@@ -19,7 +19,7 @@ from realhf.aws.server.program import EnvServerProcess
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import load_templates
 from realhf.base.loopback import free_port
-from realhf.env.server.access import Refused
+from realhf.web.refusal import Refusal
 from tests.packaging.running_server import ROOT, typed
 from tests.process_family import family, gone
 
@@ -188,7 +188,7 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         with socket.socket() as occupant:
             occupant.bind(("127.0.0.1", port))
             occupant.listen()
-            with pytest.raises(Refused, match="simulator did not start") as refused:
+            with pytest.raises(Refusal, match="simulator did not start") as refused:
                 await playground.reset("ann", {"task_id": 101})
         assert refused.value.status == 503 and str(port) in str(refused.value)
         before = set(family(os.getpid()))
@@ -197,15 +197,15 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
         simulators = set(family(os.getpid())) - before
         assert made[-1].slots[0].port == port and simulators
         await playground.step("ann", "aws s3api create-bucket --bucket anns")
-        with pytest.raises(Refused, match="busy"):
+        with pytest.raises(Refusal, match="busy"):
             await playground.reset("bob", {"task_id": 101})
         deadline = time.monotonic() + 60
         while (await playground.state("bob"))["busy"]:
             assert time.monotonic() < deadline, "an idle visitor was not released"
             await asyncio.sleep(0.05)
-        with pytest.raises(Refused) as late:
+        with pytest.raises(Refusal) as late:
             await playground.step("ann", "aws s3api list-buckets")
-        assert late.value.body["code"] == "NO_EPISODE"
+        assert late.value.code == "NO_EPISODE"
         await playground.reset("bob", {"task_id": 101, "seed": 1})
         assert "anns" not in (await playground.step("bob", "aws s3api list-buckets"))["command_output"]
         assert len(made) == 2
@@ -225,7 +225,7 @@ async def test_its_simulator_is_started_once_after_a_failed_try_and_set_free_whe
     finally:
         playground.close()
     assert gone(simulators, 60)
-    with pytest.raises(Refused):
+    with pytest.raises(Refusal):
         await playground.reset("bob", {"task_id": 101})
 
 

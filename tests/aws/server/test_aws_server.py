@@ -17,13 +17,12 @@ from realhf.aws.server_config import AwsServerConfig
 from realhf.aws.simulator.pool import MiniStackPool
 from realhf.aws.tasks.loader import instantiate
 from realhf.env.openenv_client import EnvError
-from realhf.env.server.config import ConfigError
-from realhf.env.server.config import parse as parse_any
 from realhf.env.server.server import EnvServer, listen
+from realhf.web.settings import SettingError
 
 
 def parse(argv: list[str], environ: dict[str, str]) -> AwsServerConfig:
-    return parse_any(argv, AwsServerConfig, environ)
+    return AwsServerConfig.parse(argv, environ)
 
 
 def test_flags_win_over_variables_and_variables_over_defaults() -> None:
@@ -53,7 +52,7 @@ def test_flags_win_over_variables_and_variables_over_defaults() -> None:
     ],
 )
 def test_a_bad_setting_is_named(argv: list[str], environ: dict[str, str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(SettingError, match=named):
         parse(argv, environ)
 
 

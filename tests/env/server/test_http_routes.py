@@ -15,7 +15,6 @@ from websockets.sync.client import ClientConnection, connect
 from realhf.aws.server.program import AwsServed, EnvServerProcess
 from realhf.aws.server_config import AwsServerConfig
 from realhf.env.server import mcp
-from realhf.env.server.access import authorized
 from tests.env.server.fake_stage import FakePool, ask
 
 TOKEN = "only-for-tests"
@@ -165,18 +164,3 @@ def test_mcp_in_a_session_is_a_step_of_its_episode(server: EnvServerProcess) -> 
 def test_a_wrong_rpc_request_is_answered_with_its_code(message: Any, code: int) -> None:
     answer = mcp.checked(message, AwsServed(AwsServerConfig(max_command_bytes=64), FakePool(1)))
     assert answer is not None and answer["error"]["code"] == code
-
-
-@pytest.mark.parametrize(
-    ("header", "good"),
-    [
-        (b"Bearer secret", True),
-        (b"bearer  secret ", True),
-        (b"Bearer secre", False),
-        (b"Basic secret", False),
-        (b"", False),
-    ],
-)
-def test_bearer_tokens(header: bytes, good: bool) -> None:
-    assert authorized([(b"Authorization", header)], "secret") is good
-    assert authorized([], "") is True

@@ -17,8 +17,9 @@ from realhf.aws.client.aws_env import AwsEnv
 from realhf.aws.environment import AwsEnvironment
 from realhf.aws.server_config import AwsServerConfig
 from realhf.env.openenv_client import ConnectionLost, EnvError, MessageTimeout
-from realhf.env.server.config import ConfigError, InjectedFaults, parse, parse_kinds
+from realhf.env.server.injected_faults import InjectedFaults, parse_kinds
 from realhf.rollout.player import SlotEnvironment
+from realhf.web.settings import SettingError
 from tests.env.server.fake_stage import FakeBlockingPlayer, Stage
 
 
@@ -138,8 +139,8 @@ async def test_nothing_is_injected_unless_asked_for() -> None:
     ],
 )
 def test_a_bad_setting_is_named(argv: list[str], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        parse(argv, AwsServerConfig, {})
+    with pytest.raises(SettingError, match=named):
+        AwsServerConfig.parse(argv, {})
 
 
 def test_weights_and_rate_are_what_was_asked_for() -> None:

@@ -13,8 +13,9 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from realhf.env.server.access import OriginGuard
+from realhf.env.server.access import guard_rules
 from realhf.env.server.config import ServerConfig
+from realhf.web.guard import RequestGuard
 from tests.env.server.fake_stage import Stage
 
 FOREIGN = {
@@ -225,7 +226,7 @@ async def test_hosts_beyond_the_loopback(settings: dict[str, Any], host: str, se
     async def send(message: Any) -> None:
         sent.append(message)
 
-    guard = OriginGuard(app, ServerConfig(token="t", **settings))
+    guard = RequestGuard(app, guard_rules(ServerConfig(token="t", **settings), ""))
     await guard({"type": "http", "method": "GET", "headers": [(b"host", host.encode())]}, receive, send)
     assert (bool(reached), sent[:1] == [] or sent[0]["status"] == 403) == (served, True)
     headers = [(b"host", host.encode()), (b"origin", b"http://evil.example")]

@@ -40,10 +40,10 @@ from realhf.trajectory.client.protocol import (
     retry_after_s,
 )
 from realhf.trajectory.wire import encode
-from realhf.trajectory.wire.body import gunzip, unzstd
 from realhf.trajectory.wire.encode import to_json
 from realhf.trajectory.wire.json_groups import read_group as read_json
 from realhf.trajectory.wire.msgpack_groups import read_group as read_msgpack
+from realhf.web.bodies import gunzip, unzstd
 from tests.trajectory.conftest import running_server
 from tests.trajectory.cutting_relay import cutting_relay
 from tests.trajectory.groups import EVERYTHING, group

@@ -8,8 +8,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from realhf.trajectory.records import Refusal
 from realhf.trajectory.state import registry
+from realhf.web.refusal import Refusal
 from tests.trajectory.conftest import ENV, REGISTRATION, STOCK, running_server, start
 from tests.trajectory.driver import Driver
 from tests.trajectory.groups import group

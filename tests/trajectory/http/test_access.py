@@ -11,11 +11,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from realhf.trajectory.http.auth import OPEN_PATHS, needed
+from realhf.trajectory.http.auth import OPEN_PATHS, needed_roles
 from realhf.trajectory.http.cli import command_line, main
-from realhf.trajectory.http.config import ConfigError, TrajectoryConfig, resolve
+from realhf.trajectory.http.config import TrajectoryConfig
 from realhf.trajectory.http.server import create_app
 from realhf.trajectory.records import STRICT_ROWS
+from realhf.web.settings import SettingError
 from tests.trajectory.conftest import REGISTRATION, register_env, running_server, start
 from tests.trajectory.groups import group
 
@@ -67,7 +68,7 @@ def test_reset_policies_without_tokens(policy, status):
 
 
 def test_other_than_loopback_needs_a_token_or_insecure():
-    with pytest.raises(ConfigError, match="--insecure"):
+    with pytest.raises(SettingError, match="--insecure"):
         TrajectoryConfig(host="0.0.0.0")
     assert TrajectoryConfig(host="0.0.0.0", token="x").host == TrajectoryConfig(host="0.0.0.0", insecure=True).host
     for host in ("127.0.0.1", "::1", "localhost"):
@@ -79,7 +80,7 @@ def test_other_than_loopback_needs_a_token_or_insecure():
     ("max_body_bytes", 3), ("max_bodies_bytes", 5000),
 ])  # fmt: skip
 def test_settings_out_of_range_are_named(name, value):
-    with pytest.raises(ConfigError, match=name.replace("_", "[-_]")):
+    with pytest.raises(SettingError, match=name.replace("_", "[-_]")):
         TrajectoryConfig(**{name: value})
 
 
@@ -90,7 +91,7 @@ def test_tokens_come_from_files(tmp_path):
     files = {f"{name}_token_file": str(tmp_path / name) for name in ("producer", "admin")}
     environment = TrajectoryConfig(**files).to_environment()
     assert "secret" not in str(environment)
-    assert resolve(None, environment).has_tokens
+    assert TrajectoryConfig.resolve(None, environment).has_tokens
     assert TrajectoryConfig(host="0.0.0.0", **files).has_tokens, "as good as a flag"
     with running_server(**files) as url, httpx.Client(base_url=url) as api:
         assert api.post("/scored_data", json=group(), headers=bearer("producer-secret")).status_code == 200
@@ -102,28 +103,28 @@ def test_tokens_come_from_files(tmp_path):
 def test_token_files_that_hold_no_token(tmp_path):
     for name, text in (("empty", " \n"), ("two", "a\nb\n")):
         (tmp_path / name).write_text(text)
-        with pytest.raises(ConfigError, match="one line"):
+        with pytest.raises(SettingError, match="one line"):
             TrajectoryConfig(token_file=str(tmp_path / name))
-    with pytest.raises(ConfigError, match=r"--token-file .*No such file"):
+    with pytest.raises(SettingError, match=r"--token-file .*No such file"):
         TrajectoryConfig(token_file=str(tmp_path / "missing"))
     (tmp_path / "good").write_text("a")
-    with pytest.raises(ConfigError, match="--token and --token-file"):
+    with pytest.raises(SettingError, match="--token and --token-file"):
         TrajectoryConfig(token="b", token_file=str(tmp_path / "good"))
 
 
 def test_flags_win_over_variables_and_unknown_ones_are_refused():
     environment = {"REALHF_TRAJ_PORT": "9", "REALHF_TRAJ_STRICT": "1", "REALHF_TRAJ_HEARTBEAT_TIMEOUT_S": "7"}
-    config = resolve(command_line().parse_args(["--port", "11"]), environment)
+    config = TrajectoryConfig.resolve(command_line().parse_args(["--port", "11"]), environment)
     assert (config.port, config.heartbeat_timeout_s, config.reregister) == (11, 7.0, "ignore")
     assert config.is_strict(*STRICT_ROWS)
-    assert resolve(None, config.to_environment()) == config
+    assert TrajectoryConfig.resolve(None, config.to_environment()) == config
     for name, value, said in (
         ("REALHF_TRAJ_NONSENSE", "1", "REALHF_TRAJ_NONSENSE"),
         ("REALHF_TRAJ_PORT", "x", "REALHF_TRAJ_PORT"),
         ("REALHF_TRAJ_STRICT", "maybe", "no row 'maybe'"),
     ):
-        with pytest.raises(ConfigError, match=said):
-            resolve(None, {name: value})
+        with pytest.raises(SettingError, match=said):
+            TrajectoryConfig.resolve(None, {name: value})
 
 
 @pytest.mark.parametrize(("flags", "rows", "reregister", "heartbeat_timeout_s"), [
@@ -134,17 +135,17 @@ def test_flags_win_over_variables_and_unknown_ones_are_refused():
     (["--strict=none"], "", "continue", 300.0),
 ])  # fmt: skip
 def test_the_strict_switch_takes_names_of_rows(flags, rows, reregister, heartbeat_timeout_s):
-    config = resolve(command_line().parse_args(flags), {"REALHF_TRAJ_STRICT": "0"})
+    config = TrajectoryConfig.resolve(command_line().parse_args(flags), {"REALHF_TRAJ_STRICT": "0"})
     assert (config.strict, config.reregister, config.heartbeat_timeout_s) == (rows, reregister, heartbeat_timeout_s)
     assert all(config.is_strict(row) == (row in rows.split(",")) for row in STRICT_ROWS)
-    assert resolve(None, config.to_environment()) == config
+    assert TrajectoryConfig.resolve(None, config.to_environment()) == config
 
 
 def test_the_command_says_what_is_wrong(tmp_path, capsys):
     """In a line, without a traceback."""
     (tmp_path / "file").touch()
     for flags, said in (
-        (["--host", "0.0.0.0"], "run-api: --host 0.0.0.0 is not loopback"),
+        (["--host", "0.0.0.0"], "(--host) is '0.0.0.0', not a loopback address; it needs --token"),
         (["--store", "/etc/passwd"], "run-api: --store is '/etc/passwd'; give sqlite:DIR"),
         (["--store", f"sqlite:{tmp_path / 'file'}", "--port", "0"], "the store does not open: --store sqlite:"),
         (["--store", "redis://[::"], "run-api: --store: no address of a Redis: Invalid IPv6 URL"),
@@ -168,7 +169,7 @@ def test_the_queue_is_kept_where_programs_of_a_user_keep_theirs(tmp_path, monkey
     assert TrajectoryConfig().store == f"sqlite:{tmp_path}/realhf/trajectory"
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     assert TrajectoryConfig().store == f"sqlite:{Path.home()}/.local/state/realhf/trajectory"
-    assert resolve(None, {"REALHF_TRAJ_STORE": "memory"}).store == "memory"
+    assert TrajectoryConfig.resolve(None, {"REALHF_TRAJ_STORE": "memory"}).store == "memory"
 
 
 def test_every_route_says_who_may_use_it():
@@ -176,8 +177,8 @@ def test_every_route_says_who_may_use_it():
     app = create_app(TrajectoryConfig(store="memory", producer_token="p", admin_token="a"))
     paths = [path for path in app.openapi()["paths"] if path not in OPEN_PATHS]
     assert len(paths) > 20
-    assert [path for path in paths if needed("GET", path) is None] == []
-    assert needed("GET", "/batch/more") is None
+    assert [path for path in paths if needed_roles("GET", path) is None] == []
+    assert needed_roles("GET", "/batch/more") is None
     calls = [("POST", "/register"), ("GET", "/batch"), ("DELETE", "/quarantine"), ("POST", "/quarantine/requeue")]
 
     async def asked(root_path: str) -> list[int]:

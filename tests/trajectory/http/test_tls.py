@@ -11,7 +11,8 @@ import pytest
 from realhf.base.tls import believing
 from realhf.trajectory.client import AsyncTrajectoryClient, TrajectoryClient, Unreachable
 from realhf.trajectory.http.cli import uvicorn_config
-from realhf.trajectory.http.config import ConfigError, TrajectoryConfig
+from realhf.trajectory.http.config import TrajectoryConfig
+from realhf.web.settings import SettingError
 from tests.certificates import self_signed
 from tests.trajectory.conftest import REGISTRATION, running_server, start, wait_until
 from tests.trajectory.groups import encoded, group
@@ -68,5 +69,5 @@ def test_a_server_that_others_may_overhear_says_so(tmp_path, caplog):
     uvicorn_config(TrajectoryConfig(host="0.0.0.0", token="t"), None)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "listening on 0.0.0.0 without TLS" in caplog.text and "--tls-cert" in caplog.text
-    with pytest.raises(ConfigError, match="--tls-cert is given without --tls-key"):
+    with pytest.raises(SettingError, match=r"\(--tls-cert\) is given without .*\(--tls-key\)"):
         TrajectoryConfig(tls_cert=cert)

@@ -11,12 +11,13 @@ import math
 import msgspec
 import pytest
 
-from realhf.trajectory.records import Refusal, Replay, StateOptions
+from realhf.trajectory.records import Replay, StateOptions
 from realhf.trajectory.state import delivery, maintenance, quarantine, views
 from realhf.trajectory.state.delivery import NoBatch
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.open import MemoryStore
+from realhf.web.refusal import Refusal
 from tests.trajectory.driver import Driver, ids, refused, sizes
 
 

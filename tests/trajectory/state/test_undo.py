@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from realhf.trajectory.records import Place, Refusal
+from realhf.trajectory.records import Place
 from realhf.trajectory.state import delivery, maintenance, quarantine, registry
 from realhf.trajectory.state.queue_index import QueueIndex
 from realhf.trajectory.state.server_state import TrajectoryState
+from realhf.web.refusal import Refusal
 from tests.trajectory.driver import Driver
 
 

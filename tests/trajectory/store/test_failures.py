@@ -29,7 +29,7 @@ from realhf.trajectory.state.server_state import TrajectoryState
 from realhf.trajectory.store.base import Changes, Snapshot, StoreFailure
 from realhf.trajectory.store.open import MemoryStore
 from realhf.trajectory.store.sqlite import SqliteStore
-from realhf.trajectory.wire.body import BodyBudget
+from realhf.web.bodies import BodyBudget
 from tests.trajectory.conftest import REGISTRATION
 from tests.trajectory.driver import data, incoming, opened, opening, pushed, put
 

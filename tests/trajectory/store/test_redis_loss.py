@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import redis
 
-from realhf.trajectory.records import Refusal, RunRecord
+from realhf.trajectory.records import RunRecord
 from realhf.trajectory.state import registry, views
 from realhf.trajectory.state.engine import Engine
 from realhf.trajectory.store.base import Changes, StoreFailure
 from realhf.trajectory.store.redis import RedisStore
+from realhf.web.refusal import Refusal
 from tests.trajectory.driver import opened, pushed
 from tests.trajectory.redis_server import RedisServer
 

@@ -19,11 +19,12 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.records import Encoding, Incoming, Payload, Refusal
+from realhf.trajectory.records import Encoding, Incoming, Payload
 from realhf.trajectory.wire import encode
-from realhf.trajectory.wire.body import MOST_MEMBERS, read_body
 from realhf.trajectory.wire.encode import encode_batch, encode_group
 from realhf.trajectory.wire.intake import INLINE_BYTES, Offload, parse_groups
+from realhf.web.bodies import MOST_MEMBERS, read_body
+from realhf.web.refusal import Refusal
 from tests.trajectory.driver import refused
 from tests.trajectory.groups import EVERYTHING, binary, encoded, group, tensor
 

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from realhf.trajectory.records import FIELDS, FLOATS, N_STOCK_FIELDS, Incoming, Int64, Refusal
+from realhf.trajectory.records import FIELDS, FLOATS, N_STOCK_FIELDS, Incoming, Int64
 from realhf.trajectory.wire import encode, json_groups, lax_groups
 from realhf.trajectory.wire.intake import INLINE_NESTS, Offload, parse_groups
 from realhf.trajectory.wire.json_groups import float_rows, integer_rows
+from realhf.web.refusal import Refusal
 from tests.trajectory.groups import EVERYTHING, encoded, group
 
 

@@ -10,18 +10,19 @@ from typing import Any
 
 from realhf.base.process import keep_this_process
 from realhf.env.loader.load import build_environment, parse_options
-from realhf.env.server.config import ConfigError, ServerConfig, setting
+from realhf.env.server.config import ServerConfig
 from realhf.env.server.interfaces import Player, ServedEnvironment
 from realhf.env.server.spec.messages import SpecAction, SpecObservation, SpecState, checked_action, checked_reset
 from realhf.env.server.spec.player import Facts, Host, SpecPlayer
 from realhf.env.server.spec.processes import Processes, ProcessPlayer
 from realhf.env.server.spec.slots import Places
 from realhf.registry import environments
+from realhf.web.settings import SettingError, setting
 
 
 @dataclass(frozen=True)
 class SpecServerConfig(ServerConfig):
-    """Holds the settings of one server process. Raises ConfigError naming variable and flag of a bad one."""
+    """Holds the settings of one server process. Raises SettingError naming variable and flag of a bad one."""
 
     call_timeout_s: float = setting(
         30.0, "seconds that the environment may take for a reset or a step", limits=(0.01, 3600)
@@ -123,7 +124,7 @@ _LOG = logging.getLogger(__name__)
 
 def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecServed, ServerConfig]:
     """Return the environment as the server sees it, and the settings, with no more sessions than the environment
-    allows. Raises ConfigError that names what is wrong with the environment or its options."""
+    allows. Raises SettingError that names what is wrong with the environment or its options."""
     assert isinstance(config, SpecServerConfig)
     count = config.processes if config.processes >= 0 else 0 if arguments.env in environments else PROCESSES
     pool: Places | Processes
@@ -140,7 +141,7 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecSe
             host = Host(spec, config.pool_size, config.call_timeout_s, info=config.info)
             facts, pool, player = host.facts, host.places, host.player
     except ValueError as error:
-        raise ConfigError(f"--env {arguments.env}: {error}") from error
+        raise SettingError(f"--env {arguments.env}: {error}") from error
     if facts.concurrency is not None and facts.concurrency < config.pool_size:
         _LOG.warning("%s allows %d instances at once, so there are no more sessions", facts.name, facts.concurrency)
         config = replace(config, pool_size=facts.concurrency)

@@ -17,9 +17,9 @@ import pytest
 import zstandard
 from isal import igzip
 
-from realhf.trajectory.records import Refusal
-from realhf.trajectory.wire import body as body_module
-from realhf.trajectory.wire.body import BodyBudget, BodyShare, gunzip, read_body, unzstd
+from realhf.web import bodies
+from realhf.web.bodies import BodyBudget, BodyShare, gunzip, read_body, unzstd
+from realhf.web.refusal import Refusal
 from tests.trajectory.conftest import running_server, start
 from tests.trajectory.driver import refused
 from tests.trajectory.groups import encoded, group
@@ -115,7 +115,7 @@ def test_inflating_stops_at_the_budget_and_gives_everything_back(inflate):
 @pytest.mark.nightly
 def test_a_body_that_stalls_gives_its_room_back(small, monkeypatch):
     """Three of them used to hold the room of all bodies for as long as they liked."""
-    monkeypatch.setattr(body_module, "GRACE_S", 0.3)
+    monkeypatch.setattr(bodies, "GRACE_S", 0.3)
     with httpx.Client(base_url=small) as api, ExitStack() as stack:
         start(api)
         stalled = [stack.enter_context(half_a_body(small, CAP - 1000)) for _ in range(2)]

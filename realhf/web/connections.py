@@ -45,7 +45,7 @@ def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -
 
 
 def __getattr__(name: str) -> Any:
-    """Let ``realhf.base.http_guard:GuardedProtocol`` name what ``guarded_http()`` returns, for processes that uvicorn
+    """Let ``realhf.web.connections:GuardedProtocol`` name what ``guarded_http()`` returns, for processes that uvicorn
     starts and gives no classes to."""
     if name == "GuardedProtocol":
         return guarded_http()

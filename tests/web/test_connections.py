@@ -18,16 +18,10 @@ import pytest
 import uvicorn
 
 import realhf
-from realhf.base import http_guard
-from realhf.base.http_guard import guarded_http
-from realhf.base.tls import (
-    believing,
-    certificate_problem,
-    in_memory,
-    in_the_clear,
-    with_certificate,
-    without_certificate,
-)
+from realhf.base.tls import believing, in_memory, with_certificate, without_certificate
+from realhf.web import connections
+from realhf.web.certificates import certificate_problem, in_the_clear
+from realhf.web.connections import guarded_http
 from tests.certificates import self_signed
 
 FLAGS = ("--tls-cert", "--tls-key")
@@ -102,7 +96,7 @@ def test_the_certificate_of_a_run_is_believed_whatever_the_clock_says():
 
 def test_a_client_that_shakes_no_hands_is_let_go(pair, monkeypatch):
     """As early as one that sends no request; a loop by itself gives it a minute."""
-    monkeypatch.setattr(http_guard, "HEAD_S", 0.1)
+    monkeypatch.setattr(connections, "HEAD_S", 0.1)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*pair)
 
@@ -115,7 +109,7 @@ def test_a_client_that_shakes_no_hands_is_let_go(pair, monkeypatch):
             writer.close()
             server.close()
 
-    with asyncio.Runner(loop_factory=http_guard.HandshakeLoop) as runner:
+    with asyncio.Runner(loop_factory=connections.HandshakeLoop) as runner:
         assert runner.run(silent()) == b""
 
 
@@ -211,7 +205,7 @@ def test_a_head_that_does_not_come_ends_its_connection(kind: str):
         assert slow.recv(99).startswith(b"HTTP/1.1 200"), "it took longer than a head may take"
 
 
-LONGEST = http_guard.MOST_HEAD_BYTES
+LONGEST = connections.MOST_HEAD_BYTES
 
 
 def heard(connection) -> bytes:

@@ -1,0 +1,89 @@
+"""Simulated faults of sessions, for tests of clients.
+
+There are none unless a setting asks for them, and never any on a real account. The faults of a session depend on the
+seed and on the number of the session, so that the same play meets the same faults.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+UNAVAILABLE = "unavailable"
+"""Kind of fault: an error frame that says that the step was not executed."""
+DISCONNECT = "disconnect"
+"""Kind of fault: the connection ends without an answer."""
+HANG = "hang"
+"""Kind of fault: there is no answer."""
+KINDS = (UNAVAILABLE, DISCONNECT, HANG)
+DEFAULT_FAULT_KINDS = "unavailable=9,disconnect=1"
+"""Default kinds of injected faults, with their weights."""
+
+
+def parse_kinds(text: str) -> dict[str, float]:
+    """Parse ``kind[=weight],...`` into weights (1 where none is given). Raises ValueError."""
+    weights: dict[str, float] = {}
+    for part in text.split(","):
+        kind, given, weight = part.strip().partition("=")
+        if kind not in KINDS:
+            raise ValueError(f"unknown kind {kind!r} (known: {', '.join(KINDS)})")
+        if kind in weights:
+            raise ValueError(f"{kind} is named twice")
+        try:
+            weights[kind] = float(weight) if given else 1.0
+        except ValueError:
+            raise ValueError(f"the weight of {kind} is {weight!r}, not a number") from None
+        if not (math.isfinite(weights[kind]) and weights[kind] > 0):
+            raise ValueError(f"the weight of {kind} is {weight}; it must be above 0")
+    return weights
+
+
+class SessionFaults:
+    """The simulated faults of one session. ``latency_s`` is added to every step."""
+
+    def __init__(self, latency_s: float, rate: float, weights: Mapping[str, float], seed: str) -> None:
+        self.latency_s = latency_s
+        self._rate = rate
+        self._weights = dict(weights)
+        self._random = random.Random(seed)
+
+    def draw(self) -> str | None:
+        """Draw the fault of the next step request; None for none. A request that is sent again draws again."""
+        if self._rate <= 0 or self._random.random() >= self._rate:
+            return None
+        return self._random.choices(list(self._weights), list(self._weights.values()))[0]
+
+
+@dataclass
+class InjectedFaults:
+    """The simulated faults of one server. Raises ValueError for kinds that it does not know."""
+
+    latency_ms: float = 0.0
+    """Added to every step, in milliseconds."""
+    rate: float = 0.0
+    """Fraction of step requests that fail."""
+    kinds: str = DEFAULT_FAULT_KINDS
+    """How they fail, as ``parse_kinds`` reads it."""
+    seed: int = 0
+    """Seed of the faults of all sessions."""
+    _sessions: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._weights = parse_kinds(self.kinds)
+
+    def session(self) -> SessionFaults:
+        """Return the faults of the next session that opens."""
+        self._sessions += 1
+        return SessionFaults(self.latency_ms / 1000, self.rate, self._weights, f"{self.seed}/{self._sessions}")
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return the settings that simulate faults, as ``/metadata`` shows them; None when none does."""
+        settings: dict[str, Any] = {}
+        if self.latency_ms:
+            settings["step_latency_ms"] = self.latency_ms
+        if self.rate:
+            settings |= {"fault_rate": self.rate, "fault_kinds": self.kinds, "fault_seed": self.seed}
+        return settings or None

@@ -1,0 +1,65 @@
+"""Bearer tokens and API keys: reading them from files and requests, and comparing them in constant time."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from realhf.web.settings import SettingError
+
+Grant = TypeVar("Grant")
+_SCHEME = b"bearer "
+_OTHERS = 0o077
+"""Permission bits of the group and of all other users."""
+
+
+class TokenTable(Generic[Grant]):
+    """The tokens of a server, each with what it grants: a role, or an owner.
+
+    A comparison takes the same time whichever token is sent: it goes through all tokens, and ``hmac.compare_digest``
+    does not stop at the first byte that differs. HTTP headers are bytes, and clients encode characters beyond ASCII as
+    UTF-8 or as Latin-1, so both count.
+    """
+
+    def __init__(self, grants: Iterable[tuple[str, Grant]]) -> None:
+        self._grants = [(encoded, grant) for token, grant in grants if token for encoded in _encodings(token)]
+
+    def __bool__(self) -> bool:
+        """Whether there is any token."""
+        return bool(self._grants)
+
+    def grants_of(self, sent: bytes) -> list[Grant]:
+        """Return what the token ``sent`` grants; [] for an unknown one."""
+        return [grant for token, grant in self._grants if hmac.compare_digest(token, sent)]
+
+
+def _encodings(token: str) -> set[bytes]:
+    encodings = {token.encode("utf-8", "replace")}
+    if not token.isascii():
+        encodings.add(token.encode("latin-1", "replace"))
+    return encodings
+
+
+def bearer_token(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the token of ``Authorization: Bearer TOKEN`` in raw ASGI headers; b"" without exactly one such header."""
+    values = [value for name, value in headers if name.lower() == b"authorization"]
+    if len(values) != 1 or values[0][: len(_SCHEME)].lower() != _SCHEME:
+        return b""
+    return values[0][len(_SCHEME) :].strip()
+
+
+def read_token_lines(path: str, flag: str, *, private: bool = False) -> list[str]:
+    """Return the lines of a file with tokens, without surrounding spaces. ``flag`` names the option in messages;
+    ``private``: no other user may have access to the file. Raises SettingError."""
+    file = Path(path).expanduser()
+    try:
+        if private and file.stat().st_mode & _OTHERS:
+            raise SettingError(f"{flag} {path}: others may read it; chmod 600")
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingError(f"{flag} {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingError(f"{flag} {path}: {error}") from error
+    return [line.strip() for line in text.strip().splitlines()]
