@@ -1,8 +1,7 @@
-"""Starts the process that computes, carries jobs to it, and what came of them back, over a pair of sockets that only
-the two have.
+"""The compute process as the server sees it: its start, and a channel for jobs and replies over a socket pair.
 
-A job is a message with a number and a body of bytes; the answer has the same number. Jobs of one model are done in the
-order in which they were sent.
+A job is a numbered message and a body of bytes; its reply has the same number. Jobs of one model run in the order in
+which they were sent.
 """
 
 from __future__ import annotations
@@ -24,22 +23,30 @@ from realhf.base.messages import Message
 
 
 class ComputeOptions(Message, frozen=True):
-    """What the process that computes is told at its start: the folder of the model, its element type, threads, the most
-    positions of a micro-batch, tokens of a sequence (0: what the model takes), memory for keys and values, and whether
-    all weights train, in place of adapters."""
+    """Options of the compute process."""
 
     path: str
+    """Folder of the base model."""
     dtype: str
+    """Element type of the base model."""
     threads: int
+    """Number of compute threads."""
     max_tokens_per_mb: int
+    """Most positions of a micro-batch."""
     longest: int
+    """Most tokens of a sequence; 0: as many as the model takes."""
     kv_cache_gib: float | None
+    """Memory for keys and values in GiB; None: half of the free memory."""
     full_weights: bool = False
+    """Whether all weights train, instead of adapters."""
 
 
 class Create(Message, frozen=True, tag=True):
-    """Make a model with adapters, or of rank 0, where all weights train; with ``folder``, as it was saved there, with
-    the optimizer's state if ``moments``. Then save everything into ``keep``, if it says a folder."""
+    """Create a model: adapters of this rank, or a full copy of the base (rank 0).
+
+    ``folder``: load the weights saved there, and the optimizer state if ``moments``. ``keep``: then save the whole
+    state into this folder; "": do not.
+    """
 
     model: str
     rank: int
@@ -53,15 +60,15 @@ class Create(Message, frozen=True, tag=True):
 
 
 class Forward(Message, frozen=True, tag=True):
-    """Do the request of ``forward_backward`` in the body; ``backward`` unless it only asks for the forward pass."""
+    """Run the ``forward_backward`` request in the body. ``backward`` is false for a forward pass only."""
 
     model: str
     backward: bool = True
 
 
 class Update(Message, frozen=True, tag=True):
-    """Make a step of the optimizer; then save everything into ``keep``, if it says a folder. A disk that takes nothing
-    more is no reason for this, ``Create`` or ``Load`` to have failed."""
+    """Make an optimizer step; then save the whole state into the folder ``keep``, if not "". If the state cannot be
+    saved, this job, ``Create`` and ``Load`` succeed all the same."""
 
     model: str
     params: dict[str, float]
@@ -69,20 +76,20 @@ class Update(Message, frozen=True, tag=True):
 
 
 class Drop(Message, frozen=True, tag=True):
-    """Drop what was accumulated, as a step did that failed."""
+    """Drop the accumulated gradients, as a failed step does."""
 
     model: str
 
 
 class Spoil(Message, frozen=True, tag=True):
-    """Refuse the next step: a gradient that belongs to it is missing, for the reason ``why``."""
+    """Make the next optimizer step fail: one of its gradients is missing, for the reason ``why``."""
 
     model: str
     why: str
 
 
 class Save(Message, frozen=True, tag=True):
-    """Save the weights into a folder: what trains (``sampler``), with the optimizer's state (``training``), or a whole
+    """Save weights into a folder: the trained ones (``sampler``), with the optimizer state (``training``), or a whole
     model with merged weights (``external``)."""
 
     model: str
@@ -91,7 +98,7 @@ class Save(Message, frozen=True, tag=True):
 
 
 class Load(Message, frozen=True, tag=True):
-    """Take saved weights; then save everything into ``keep``, if it says a folder."""
+    """Load saved weights; then save the whole state into the folder ``keep``, if not ""."""
 
     model: str
     folder: str
@@ -100,19 +107,19 @@ class Load(Message, frozen=True, tag=True):
 
 
 class Unload(Message, frozen=True, tag=True):
-    """Forget a model."""
+    """Remove a model from memory."""
 
     model: str
 
 
 class Sample(Message, frozen=True, tag=True):
-    """Do the request of ``sample`` in the body, with the adapters saved in ``folder``, or with the base ("")."""
+    """Run the ``sample`` request in the body with the weights saved in ``folder``; "": with the base model."""
 
     folder: str
 
 
 class Cancel(Message, frozen=True, tag=True):
-    """Leave off the job of this number; it is not answered."""
+    """Cancel the sample job of this number; it gets no reply."""
 
     job: int
 
@@ -121,8 +128,8 @@ Work = Create | Forward | Update | Drop | Spoil | Save | Load | Unload | Sample 
 
 
 class Job(Message, frozen=True):
-    """What is to be done; its body follows. ``again``: it was done before, and where it fails the model is gone: jobs
-    behind it would be done with other weights."""
+    """A job; its body follows. ``again``: it ran before, to restore the model. If it fails now, the model is removed,
+    since later jobs would run with other weights."""
 
     number: int
     work: Work
@@ -130,32 +137,41 @@ class Job(Message, frozen=True):
 
 
 class Began(Message, frozen=True, tag=True):
-    """The job of this number is being done now."""
+    """The job of this number has started."""
 
     number: int
 
 
 class Done(Message, frozen=True, tag=True):
-    """What came of a job; the answer's body follows. ``error``: why it failed, and whether by the fault of who asked
-    (``theirs``). ``version`` and ``digest`` are those of the weights that computed it, ``numbers`` its statistics;
-    ``kept``: everything was saved into the folder that the job named."""
+    """The result of a job; the body of the answer follows."""
 
     number: int
+    """Number of the job."""
     error: str = ""
+    """Why the job failed; "": it succeeded."""
     theirs: bool = False
+    """Whether the request of the client was the cause of the failure."""
     kept: bool = False
+    """Whether the whole state was saved into the folder ``keep`` of the job."""
     version: int = -1
+    """Version of the weights that the job used or made."""
     digest: str = ""
+    """Digest of these weights."""
     numbers: dict[str, float] = msgspec.field(default_factory=dict)
+    """Statistics."""
 
 
 class Ready(Message, frozen=True, tag=True):
-    """The model is loaded: its context in tokens, its vocabulary, the digest of its weights, and their bytes."""
+    """The base model is loaded."""
 
     longest: int
+    """Most tokens of a sequence."""
     vocabulary: int
+    """Number of tokens of the vocabulary."""
     digest: str
+    """Digest of the weights."""
     nbytes: int
+    """Bytes of the weights."""
 
 
 Told = Began | Done | Ready
@@ -163,8 +179,11 @@ _SEND, _STOP_S, _STOPS_WITHIN_S = msgspec.msgpack.Encoder(), 5.0, 10.0
 
 
 class Channel:
-    """Sends and receives on threads of its own. ``take(message, body)`` is called for what comes, as ``kind`` says its
-    form, and ``ended()`` once when the other side is gone. ``send`` never waits."""
+    """A message channel over a socket, with a thread for each direction. ``send`` never blocks.
+
+    ``kind``: type of the received messages. ``take(message, body)`` is called for each of them, and ``ended()`` once
+    when the other side has closed.
+    """
 
     def __init__(
         self, own: socket.socket, kind: object, take: Callable[..., None], ended: Callable[[], None] = lambda: None
@@ -179,7 +198,7 @@ class Channel:
         ]
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
@@ -188,7 +207,7 @@ class Channel:
         self._outgoing.put((_SEND.encode(message), body))
 
     def close(self) -> None:
-        """Say nothing more once everything is sent; the other side learns of it."""
+        """Send everything that is queued, then close this direction; the other side notices."""
         self._outgoing.put(None)
         self._threads[1].join(_STOP_S)
 
@@ -198,7 +217,7 @@ class Channel:
                 for part in item:
                     self._connection.send_bytes(part)
         except OSError:
-            return  # the receiving thread says so
+            return  # the receiving thread reports it
         self._shut()
 
     def _shut(self) -> None:
@@ -216,13 +235,16 @@ class Channel:
                 message, body = self._connection.recv_bytes(), self._connection.recv_bytes()
                 self._take(self._decoder.decode(message), body)
         except (EOFError, OSError):
-            self._outgoing.put(None)  # else the writing thread would wait for ever, and keep the socket open
+            self._outgoing.put(None)  # else the writing thread would wait forever, and keep the socket open
             self._ended()
 
 
 class ComputeProcess:
-    """Belongs to the running event loop, on which ``told`` gets its messages and their bodies, and ``lost`` its exit
-    code where nobody stopped it. It ends with this process."""
+    """The compute process of the running event loop; it ends with this process.
+
+    ``told`` is called on the loop with each message and its body, and ``lost`` with the exit code of a process that
+    ends without ``stop``.
+    """
 
     def __init__(
         self, options: ComputeOptions, told: Callable[[Told, bytes], None], lost: Callable[[int], None]
@@ -233,7 +255,7 @@ class ComputeProcess:
         self._channel: Channel | None = None
 
     def start(self) -> None:
-        """Start it, or a new one in place of one that has died."""
+        """Start the process, or a new one after the process died."""
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = [str(os.getpid()), "0", "realhf.tinker.compute", str(theirs.fileno()), self._options]
@@ -253,12 +275,12 @@ class ComputeProcess:
         self._channel.start()
 
     def send(self, job: Job, body: bytes = b"") -> None:
-        """Send a job; it never waits."""
+        """Send a job; never blocks."""
         assert self._channel is not None, "it is started first"
         self._channel.send(job, body)
 
     async def stop(self) -> None:
-        """End it; harmless before its start."""
+        """End the process, if it was started."""
         process, self._process = self._process, None
         if process is None:
             return

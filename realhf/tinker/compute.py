@@ -1,14 +1,14 @@
-"""Is the process that computes: it holds the base model and the adapters of all clients, trains and samples.
+"""The compute process: it holds the base model and the adapters of all clients, trains and samples.
 
     python -m realhf.tinker.compute DESCRIPTOR OPTIONS
 
-The server starts it and it ends with the server. It is no model worker of a run: those do the calls of one graph of a
-run, step by step, on samples that their buffer knows, and hold one model for each role; here clients that do not know
-of each other send their own data at any time, and adapters come and go. What computes is the same: ``TorchEngine``
-trains, ``DecodeCore`` samples.
+The server starts it, and it ends with the server. It is not a model worker of a run: those execute the calls of one
+graph, step by step, on samples of their buffer, and hold one model for each role. Here, independent clients send their
+own data at any time, and adapters come and go. The engines are the same: ``TorchEngine`` trains, ``DecodeCore``
+samples.
 
-One thread computes. It does the training jobs of the models in turns, each model's in their order, and between two of
-them lets sampling go on for as long as the last one took.
+One thread computes. It runs one training job of each model in turn, and after each job samples for as long as the job
+took.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ _log = logging.getLogger(__name__)
 
 
 _REST_S = 60.0
-"""After so long without work the memory of passes goes back to the system."""
+"""Seconds without work after which free memory goes back to the system."""
 
 
 class Computer:
-    """Does jobs with one base model; ``tell`` sends what came of them."""
+    """Runs jobs with one base model; ``tell`` sends their replies."""
 
     def __init__(self, options: ComputeOptions, tell: Callable[..., None]) -> None:
         self._options, self._tell = options, tell
@@ -107,19 +107,19 @@ class Computer:
         self._room = _free(device)
 
     def take(self, job: Job, body: bytes) -> None:
-        """Take a job; from any thread."""
+        """Queue a job; may be called from any thread."""
         with self._changed:
             self._arrived.append((job, body))
             self._changed.notify()
 
     def close(self) -> None:
-        """End ``serve`` after the job that is being done."""
+        """End ``serve`` after the running job."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def serve(self) -> None:
-        """Compute until ``close``."""
+        """Run jobs until ``close``."""
         sample_until, rested = 0.0, True
         while True:
             with self._changed:
@@ -157,12 +157,12 @@ class Computer:
             queue.append((job, body))
 
     def _train(self, model: str) -> None:
-        """Do the next job of a model, and put it at the end of the row if it has more."""
+        """Run the next job of a model, and put the model at the end of the queue if it has more."""
         queue = self._queues[model]
         job, body = queue.popleft()
         self._tell(Began(job.number))
         if job.again and isinstance(job.work, Update) and model in self._models:
-            self._models[model].missing = ""  # it was made, by a version that did not look
+            self._models[model].missing = ""  # the step succeeded before, by a version without this check
         try:
             answer, numbers = self._do(job.work, body)
             kept = isinstance(job.work, (Create, Update, Load)) and self._keep(job.work)
@@ -179,7 +179,7 @@ class Computer:
             del self._queues[model]
 
     def _do(self, work: Any, body: bytes) -> tuple[bytes, dict[str, float]]:
-        """Return the body of the answer and statistics."""
+        """Run a job; return the body of the reply, and statistics."""
         if isinstance(work, Create):
             self._create(work)
         elif isinstance(work, Unload):
@@ -203,7 +203,8 @@ class Computer:
         return b"", {}
 
     def _pass(self, work: Forward, body: bytes) -> bytes:
-        """Return the answer of a pass. One that fails may be a part of a call, whose other parts were added."""
+        """Run a pass and return its answer. If it fails, the next step must fail, too: other parts of the same call may
+        have added their gradients."""
         model = self._models[work.model]
         try:
             return model.run(read_pass(body, vocabulary=self.vocabulary, longest=self.longest))
@@ -213,7 +214,8 @@ class Computer:
             raise
 
     def _drop(self, model: str) -> None:
-        """Give the memory of a model back now: an engine is a cycle of references, which wait for the collector."""
+        """Remove a model and free its memory at once: an engine is a reference cycle, which only the collector
+        frees."""
         if self._models.pop(model, None) is not None:
             gc.collect()
             self._heap.give_back()
@@ -236,12 +238,13 @@ class Computer:
     def _load(self, model: TrainedModel, folder: Path, *, moments: bool) -> None:
         try:
             model.load(folder, moments=moments)
-        except (FileNotFoundError, ValueError) as error:  # where it lies here is nobody's business
+        except (FileNotFoundError, ValueError) as error:  # clients must not see paths of this machine
             raise BadRequest(str(error).replace(str(folder), folder.name)) from None
 
     def _keep(self, work: Create | Update | Load) -> bool:
-        """Save everything if the job says so; return whether. What was made has not failed because it could not be
-        saved: who tried a step again would make it twice. It is computed again from an earlier state."""
+        """Save the whole state if the job asks for it; return whether it was saved. The job does not fail if the state
+        cannot be saved, since a client that repeats a step would make it twice. A restart resumes from an earlier
+        state."""
         if not work.keep:
             return False
         try:
@@ -261,7 +264,7 @@ class Computer:
                 made.save(partial, moments=kind == "training")
             held = {"version": made.held.version, "digest": made.held.digest}
             (partial / VERSION).write_text(json.dumps(held), encoding="utf-8")
-            for file in sorted(partial.rglob("*")):  # it is written down as saved afterwards
+            for file in sorted(partial.rglob("*")):  # it must be on the disk before the store refers to it
                 sync(file)
             sync(partial)
         sync(folder.parent)
@@ -282,7 +285,7 @@ class Computer:
 
 
 def _cache_bytes(gib: float | None, device: torch.device) -> int:
-    """Return the most bytes of keys and values: what clients ask for has no bound but this one."""
+    """Return the largest number of bytes of keys and values, the only bound on what clients request."""
     most = cache_bytes(gib, device, shared=True)
     return _free(torch.device("cpu")) // 2 if most is None else most
 
@@ -295,8 +298,7 @@ def _free(device: torch.device) -> int:
 
 
 def _ends(tokenizer: Any, path: str) -> frozenset[int]:
-    """Return the tokens that end a sequence by themselves: the tokenizer's, and what ``generation_config.json``
-    says."""
+    """Return the end-of-sequence tokens of the tokenizer and of ``generation_config.json``."""
     ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     try:
         said = json.loads((Path(path) / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
@@ -306,7 +308,7 @@ def _ends(tokenizer: Any, path: str) -> frozenset[int]:
 
 
 def main(arguments: list[str]) -> int:
-    """Compute for the server at the other end of the descriptor until it goes."""
+    """Run jobs for the server at the other end of the socket until it closes."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the server ends this process
     options = msgspec.json.decode(arguments[1].encode(), type=ComputeOptions)

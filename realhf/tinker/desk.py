@@ -1,4 +1,4 @@
-"""Lets in who may use the server, reads what they send, checks that it is theirs to ask for, and hands out promises."""
+"""Shared parts of the request handlers: reading bodies, checking ownership, and returning futures."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from realhf.web.bodies import BodyBudget, BodyShare, check_declared_length, read
 from realhf.web.refusal import Refusal
 
 _BODIES_AT_ONCE = 4
-"""So many bodies of the largest size may be read at once."""
+"""Bodies of the largest size that may be read at once."""
 _SMALL = 1 << 20
-"""Bytes of a request that brings no data: those that do are ``forward_backward`` and ``sample``."""
+"""Largest body of a request without data, in bytes. Only ``forward_backward`` and ``sample`` have data."""
 _READ = "tinker.read"
-"""Where the scope of a request has what was read of its body, until that is answered."""
+"""Key of an ASGI scope that holds the part of the body that was read, until the request is answered."""
 _UNCOUNTED = (401, 403, 408, 409, 429)
-"""Refusals behind which the client sends the same request again, or is none of ours."""
+"""Statuses of refusals that use up no number: the client repeats the request, or has no access."""
 _REST_S = 10.0
-"""So long the rest of a body that is too large is searched for its number."""
+"""Seconds that the rest of a too large body is searched for the number of its request."""
 
 
 class Desk:
-    """Is where requests to one service come in."""
+    """The parts that all request handlers of one service share."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.store, self.options = service, service.store, service.options
@@ -66,8 +66,8 @@ class Desk:
     def numbered(
         self, kind: str, handler: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return the handler of a request that clients number, ``kind``. Where it refuses one for good, the number
-        counts all the same: the client goes on with the next one, and that would wait for ever."""
+        """Return the handler of a numbered request of this ``kind``. If it refuses one for good, the number counts as
+        used: the client continues with the next number, which would wait for the refused one forever."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -83,7 +83,7 @@ class Desk:
         return handle
 
     async def _skip(self, request: Request, kind: str, why: str, status: int) -> None:
-        """Let the number of a refused request count, as far as it can be known."""
+        """Use up the number of a refused request, if the number can be found in what was read of it."""
         models, seq = await self._number_of(request, status)
         for model in models:
             with suppress(Refusal):
@@ -93,7 +93,7 @@ class Desk:
                 return
 
     async def _number_of(self, request: Request, status: int) -> tuple[list[str], int | None]:
-        """Return the models that a refused request may be for, and its number."""
+        """Return the models that a refused request may be for, and its number; None if unknown."""
         read: bytes = request.scope.get(_READ, b"")
         if PROTOBUF in request.headers.get("content-type", ""):
             with suppress(BadRequest):
@@ -105,7 +105,7 @@ class Desk:
         scan = NumberScan()
         scan.feed(read)
         left = self.options.max_body_mib << 20
-        with suppress(TimeoutError, RuntimeError, ClientDisconnect):  # it was read to its end, or does not come
+        with suppress(TimeoutError, RuntimeError, ClientDisconnect):  # the body ended before, stalls, or is cut off
             async with asyncio.timeout(_REST_S):
                 async for chunk in request.stream():
                     left -= len(chunk)
@@ -115,11 +115,11 @@ class Desk:
         return scan.models, scan.seq
 
     async def asked(self, request: Request, kind: Any) -> Any:
-        """Return the body as one of the client's types. Raises BadRequest."""
+        """Return the body as an instance of a type of the client. Raises BadRequest."""
         return read_json(kind, await self.body(request))
 
     def session(self, request: Request, session: str, *, alive: bool = True) -> dict[str, Any]:
-        """Note a sign of life, and return what was said of a session. Raises Refusal."""
+        """Record a heartbeat of a session and return its description. Raises Refusal."""
         found = self.store.session(session)
         if found is None or found[0] != request.scope[OWNER]:
             raise Refusal(404, f"there is no session {session!r:.100}")
@@ -130,34 +130,34 @@ class Desk:
         return found[3]
 
     def check_base(self, name: str | None) -> None:
-        """Raise Refusal for a base model that is not here."""
+        """Raise Refusal for a base model that this server does not have."""
         names = self.options.names
         if name not in names:
             raise Refusal(400, f"base_model {name!r:.200} is not here: {', '.join(sorted(names))}")
 
     def check_optimizer(self, config: Any) -> None:
-        """Raise Refusal for an optimizer that is not here."""
+        """Raise Refusal for an optimizer that this server does not have."""
         if config is not None and config.type != "adamw":
             raise Refusal(400, f"optimizer_config {config.type!r:.200} is not carried by this server: adamw is")
 
     def new_model(
         self, request: Request, session: str, number: int, kind: str, options: dict[str, Any], body: bytes
     ) -> Response:
-        """Promise a model, by the first of its requests."""
+        """Queue the first request of a new model, which makes it; return its future."""
         owner = request.scope[OWNER]
         self.session(request, session)
         model = f"{session}:train:{counted(number)}"
         return self.promised(self.service.promise(owner, kind, model, 0, body, (session, options)), model)
 
     def model(self, request: Request, model: str) -> ModelRow:
-        """Return a model of whoever asks. Raises Refusal."""
+        """Return a model of the client that sent the request. Raises Refusal."""
         row = self.store.model(model)
         if row is None or row.owner != request.scope[OWNER]:
             raise Refusal(404, f"there is no model {model!r:.200}")
         return row
 
     def promise(self, request: Request, kind: str, model: str, seq: int | None, body: bytes) -> Response:
-        """Promise the request number ``seq`` of a model."""
+        """Queue request number ``seq`` of a model; return its future."""
         row = self.model(request, model)
         if row.unloaded:
             raise Refusal(400, f"model {model} was unloaded")
@@ -167,7 +167,7 @@ class Desk:
         return self.promised(self.service.promise(row.owner, kind, model, seq, body), model)
 
     def unload(self, request: Request, model: str) -> Response:
-        """Promise to forget a model; asked for again, the same promise. The client numbers these requests not."""
+        """Queue an unload request, which the client does not number; repeated calls return the same future."""
         row, seq = self.model(request, model), self.store.next_seq(model)
         last = self.store.request(f"{model}:{seq - 1}")
         if last is not None and last.kind == "unload_model":
@@ -178,17 +178,17 @@ class Desk:
 
     @staticmethod
     def promised(name: str, model: str | None = None, **more: Any) -> Response:
-        """Answer with a promise of this name."""
+        """Return the answer with the future of this name."""
         return json_answer(types.UntypedAPIFuture(request_id=name, model_id=model, **more))
 
 
 def counted(number: int | None) -> int:
-    """Return a number that a client counts something with. Raises Refusal for none, or one out of range."""
+    """Return the sequence number of a client. Raises Refusal if it is missing or out of range."""
     if number is None or not 0 <= number < 1 << 31:
         raise Refusal(400, f"the number {number!r:.50} is out of range")
     return number
 
 
 def json_answer(answer: Any) -> Response:
-    """Return an answer of one of the client's types."""
+    """Return a response with an instance of a type of the client."""
     return Response(answer.model_dump_json(), media_type=JSON)

@@ -1,4 +1,4 @@
-"""Computes the losses that a client may name, as its documentation defines them: sums over tokens, without a mean.
+"""The losses that a client may name, as its documentation defines them: sums over tokens, without a mean.
 
 Every function gets tensors of one length, position by position: ``logprobs`` f32 (n,) of the targets, which carries the
 gradient, what the client sent (``inputs``), and ``sequence`` i64 (n,), which datum a position belongs to; it returns
@@ -74,7 +74,7 @@ def _clipped(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
 
 
 def _within(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """Clip by the thresholds of each position where the client sent such, else by those of the request."""
+    """Clip by the thresholds of each position if the client sent them, else by those of the request."""
     low, high = inputs.get(LOW), inputs.get(HIGH)
     low = torch.full_like(ratio, settings[LOW]) if low is None else low
     high = torch.full_like(ratio, settings[HIGH]) if high is None else high
@@ -83,13 +83,16 @@ def _within(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Is a loss that a client may name: what computes it, the tensors it needs of every datum, those it may be given
-    (clip thresholds of single positions), and its settings with their defaults."""
+    """A loss that a client may name."""
 
     compute: Callable[[Tensor, Inputs, Tensor, Settings], Tensor]
+    """Returns the loss of each position."""
     needs: tuple[str, ...]
+    """Tensors that every datum must have."""
     takes: tuple[str, ...] = ()
+    """Tensors that a datum may have: clip thresholds of single positions."""
     settings: Mapping[str, float] = field(default_factory=dict)
+    """Settings with their defaults."""
 
 
 _POLICY = ("logprobs", "advantages")
@@ -102,7 +105,7 @@ LOSSES: Mapping[str, TokenLoss] = {
     "dro": TokenLoss(dro, _POLICY, (), {"beta": 0.05}),
     "gspo": TokenLoss(gspo, (*_POLICY, SEQUENCE_MASK), (LOW, HIGH), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
 }
-"""The losses that are carried, by the names of the client's ``LossFnType``. Defaults of CISPO and GSPO are those of
+"""The supported losses, by the names of the client's ``LossFnType``. Defaults of CISPO and GSPO are those of
 their papers: no lower bound, and 3e-4 and 4e-4."""
 _NOT_CARRIED = {
     "stable_reinforce": "its formula is not public; importance_sampling, ppo, cispo and gspo train on the same data",
@@ -111,8 +114,8 @@ _NOT_CARRIED = {
 
 
 def loss_named(name: str, config: Mapping[str, float | str]) -> tuple[TokenLoss, dict[str, float]]:
-    """Return the loss of that name and its settings. Raises ValueError that names a loss which is not carried, or a
-    setting that it does not have or that is no number."""
+    """Return the loss of a name, and its settings. Raises ValueError for a loss that is not supported, and for a
+    setting that it does not have or that is not a finite number."""
     if name not in LOSSES:
         why = _NOT_CARRIED.get(name, f"there are {', '.join(LOSSES)}")
         raise ValueError(f"loss_fn {name!r} is not carried by this server: {why}")

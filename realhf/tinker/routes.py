@@ -1,7 +1,7 @@
-"""Answers the HTTP requests of the client ``tinker``: who asks, what is asked, and where its promise is.
+"""The HTTP routes of the training API, except those about weights.
 
-Bodies and answers are of the client's own types. What cannot be done is told before a promise where that can be known
-(HTTP 400 to 429, which the client raises as its ``APIStatusError``), else as the failure of the promise
+Bodies and answers are of the client's own types. A request that cannot be carried out is refused if that is known at
+once (HTTP 400 to 429, which the client raises as ``APIStatusError``); otherwise its future fails
 (``RequestFailedError``).
 """
 
@@ -30,7 +30,7 @@ from realhf.web.guard import RequestGuard, refusal_response
 from realhf.web.refusal import Refusal
 
 LONG_POLL_S = 30.0
-"""The client waits 45."""
+"""Seconds that a request for the result of a future waits. The client waits 45."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -46,7 +46,7 @@ def build_app(service: Service) -> Starlette:
 
 
 def guarded(handler: Handler) -> Handler:
-    """Return the handler with its refusals as answers."""
+    """Return a handler that answers with the error when ``handler`` refuses a request."""
 
     async def guard(request: Request) -> Response:
         try:
@@ -63,14 +63,14 @@ def guarded(handler: Handler) -> Handler:
 
 
 class Routes:
-    """Holds the handlers of one service."""
+    """The handlers of one service."""
 
     def __init__(self, service: Service) -> None:
         self._desk = Desk(service)
         self._weights = WeightsRoutes(self._desk)
 
     def table(self) -> list[tuple[str, str, Handler]]:
-        """Return method, path and handler of all."""
+        """Return method, path and handler of each route."""
         run, counts = "/training_runs/{model}", self._desk.numbered
         return [
             ("GET", "/healthz", self.health),
@@ -111,14 +111,14 @@ class Routes:
         ]
 
     async def unknown(self, request: Request) -> Response:
-        """Refuse a request of another version of the client. Its number counts where it has one."""
+        """Refuse an unknown request, as of another version of the client. Its number counts as used."""
         await self._desk.body(request)
         raise Refusal(404, f"this server has no request {request.url.path!r:.200}")
 
     # ---- what is known of everybody
 
     async def health(self, request: Request) -> Response:
-        """Say that the server answers."""
+        """Answer the health check."""
         return json_answer(types.HealthResponse(status="ok"))
 
     async def capabilities(self, request: Request) -> Response:
@@ -134,25 +134,25 @@ class Routes:
         return json_answer(types.GetServerCapabilitiesResponse(supported_models=models))
 
     async def client_config(self, request: Request) -> Response:
-        """Say how the client shall send: parts of a batch may be as large as a body is here."""
+        """Tell the client how large the parts of a batch may be: as large as a body."""
         await self._desk.body(request)
         most = max(1 << 20, (self._desk.options.max_body_mib << 20) // 4)
         return JSONResponse({"fwdbwd_max_chunk_bytes_count": most, "sample_max_concurrent_requests": 1024})
 
     async def dynamic_config(self, request: Request) -> Response:
-        """Let the client say when it waits for a sample no longer."""
+        """Tell the client that samples can be cancelled."""
         await self._desk.body(request)
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
-        """Take what the client tells its makers, and keep nothing of it."""
+        """Accept the telemetry of the client, and discard it."""
         await self._desk.body(request, data=True)
         return json_answer(types.TelemetryResponse(status="accepted"))
 
     # ---- sessions
 
     async def create_session(self, request: Request) -> Response:
-        """Begin a session."""
+        """Start a session."""
         asked = await self._desk.asked(request, types.CreateSessionRequest)
         if asked.project_id is not None:
             raise Refusal(400, "project_id is not carried by this server")
@@ -163,7 +163,7 @@ class Routes:
         return json_answer(types.CreateSessionResponse(session_id=session))
 
     async def heartbeat(self, request: Request) -> Response:
-        """Note that a client is there."""
+        """Record a heartbeat."""
         asked = await self._desk.asked(request, types.SessionHeartbeatRequest)
         self._desk.session(request, asked.session_id)
         return JSONResponse({"type": "session_heartbeat"})
@@ -173,7 +173,7 @@ class Routes:
         return json_answer(types.ListSessionsResponse(sessions=self._desk.store.sessions(request.scope[OWNER])))
 
     async def session(self, request: Request) -> Response:
-        """Say what belongs to a session."""
+        """Describe a session."""
         session = request.path_params["session"]
         info = self._desk.session(request, session, alive=False)
         models = [row.id for row in self._desk.store.models(request.scope[OWNER]) if row.session == session]
@@ -200,7 +200,7 @@ class Routes:
     # ---- training
 
     async def create_model(self, request: Request) -> Response:
-        """Promise a model with adapters, or one whose weights train all."""
+        """Queue the creation of a model: adapters, or a full copy of the weights."""
         body = await self._desk.body(request)
         asked = read_json(types.CreateModelRequest, body)
         self._desk.check_base(asked.base_model)
@@ -228,12 +228,12 @@ class Routes:
         return self._desk.new_model(request, asked.session_id, asked.model_seq_id, "create_model", options, b"{}")
 
     async def unload_model(self, request: Request) -> Response:
-        """Promise to forget a model; its checkpoints stay."""
+        """Queue the unloading of a model; its checkpoints stay."""
         asked = await self._desk.asked(request, types.UnloadModelRequest)
         return self._desk.unload(request, asked.model_id)
 
     async def get_info(self, request: Request) -> Response:
-        """Say what a model is."""
+        """Describe a model."""
         asked = await self._desk.asked(request, types.GetInfoRequest)
         row = self._desk.model(request, asked.model_id)
         data = {
@@ -245,9 +245,9 @@ class Routes:
         return JSONResponse({**info, "model_data": data, "model_name": self._desk.options.public_name})
 
     async def forward_backward(self, request: Request) -> Response:
-        """Promise a pass."""
+        """Queue a forward pass, or a forward and a backward pass."""
         if PROTOBUF not in request.headers.get("content-type", ""):
-            with suppress(Refusal):  # it is read for its number alone, which takes no data
+            with suppress(Refusal):  # only its number is read, which stands before the data
                 await self._desk.body(request)
             raise Refusal(415, f"forward_backward takes a body of the type {PROTOBUF}")
         body = await self._desk.body(request, data=True)
@@ -256,7 +256,7 @@ class Routes:
         return self._desk.promise(request, kind, head.model, head.seq, body)
 
     async def optim_step(self, request: Request) -> Response:
-        """Promise a step of Adam."""
+        """Queue an optimizer step."""
         asked = await self._desk.asked(request, types.OptimStepRequest)
         if not isinstance(asked.optim_params, types.AdamParams):
             kind = asked.optim_params.type
@@ -267,7 +267,7 @@ class Routes:
     # ---- sampling
 
     async def create_sampler(self, request: Request) -> Response:
-        """Make a sampler of saved weights, or of the base model."""
+        """Create a sampler of saved weights, or of the base model."""
         asked = await self._desk.asked(request, types.CreateSamplingSessionRequest)
         self._desk.service.check_disk()
         self._desk.session(request, asked.session_id)
@@ -292,7 +292,7 @@ class Routes:
         return row
 
     async def join_sampler(self, request: Request) -> Response:
-        """Give another client of a sampler a number of its own."""
+        """Give a further client of a sampler its number."""
         asked = await self._desk.asked(request, types.JoinSamplingSessionRequest)
         self._sampler(request, asked.sampling_session_id)
         return json_answer(
@@ -300,13 +300,13 @@ class Routes:
         )
 
     async def sampler(self, request: Request) -> Response:
-        """Say what a sampler samples with."""
+        """Return the weights of a sampler."""
         row = self._sampler(request, request.path_params["sampler"])
         told = {"sampler_id": row.id, "base_model": self._desk.options.public_name, "model_path": row.path or None}
         return JSONResponse(told)
 
     async def sample(self, request: Request) -> Response:
-        """Promise samples."""
+        """Queue samples."""
         body = await self._desk.body(request, data=True)
         asked = read_json(types.SampleRequest, body)
         if asked.sampling_session_id is None or asked.seq_id is None:
@@ -321,7 +321,7 @@ class Routes:
     # ---- promises
 
     async def retrieve(self, request: Request) -> Response:
-        """Wait for what was promised."""
+        """Wait for the result of a future."""
         asked = await self._desk.asked(request, types.FutureRetrieveRequest)
         ended = await self._desk.service.outcome(request.scope[OWNER], asked.request_id, LONG_POLL_S)
         if ended is None:
@@ -337,7 +337,7 @@ class Routes:
         return JSONResponse(_told(ended.kind, ended.target, ended.info), headers=headers)
 
     async def cancel(self, request: Request) -> Response:
-        """Leave off sampling for nobody."""
+        """Cancel a sample request."""
         try:
             name = str(json.loads(await self._desk.body(request))["request_id"])
         except (ValueError, KeyError, TypeError):
@@ -347,8 +347,7 @@ class Routes:
 
 
 def _told(kind: str, model: str, info: Any) -> dict[str, Any]:
-    """Return the answer of a request whose result is on the disk. The weights' version and digest stand beside what
-    the client reads of it."""
+    """Return the answer of a request whose result is on the disk; the client ignores version and digest."""
     proof = {"weights_version": info.get("version"), "weights_digest": info.get("digest")}
     if kind in ("create_model", "unload_model"):
         return {"type": kind, "model_id": model, **proof}

@@ -1,10 +1,10 @@
-"""Promises, and keeps: orders the requests of each training client, hands them to the process that computes, and writes
-down what came of them.
+"""Schedules requests: runs those of each model in the order of their sequence numbers on the compute process, and
+stores their results.
 
-A promise is named after who made it and its number, so a request that comes twice gets the same promise and is done
-once. Requests of one client may come out of order (the client sends parts of a batch at once) and are begun in the
-order of their numbers. The process that computes may die: what it had not answered is done again in a new one. So may
-this one: ``open`` finds what is owed, and a model is made again from its last kept state and the requests behind it.
+A future is named after its model and the number of its request, so a request that is sent twice gets the same future
+and runs once. Requests of one model may arrive out of order, since the client sends the parts of a batch at once. When
+the compute process dies, a new one repeats the jobs that it had not answered. When this process dies, the next one
+finds the unfinished requests (``open``), and restores a model from its last saved state and the requests after it.
 """
 
 from __future__ import annotations
@@ -51,55 +51,72 @@ from realhf.web.refusal import Refusal
 
 _log = logging.getLogger(__name__)
 STARTS_WITHIN_S = 900.0
-MOST_DEATHS, DEATHS_WITHIN_S = 3, 600.0
-"""So often the process that computes may die within so long; then the server ends."""
+"""Seconds in which the compute process must load the base model."""
+MOST_DEATHS = 3
+"""The server ends when the compute process dies more often than this within ``DEATHS_WITHIN_S``."""
+DEATHS_WITHIN_S = 600.0
+"""Seconds within which deaths of the compute process are counted."""
 MOST_TRIES = 2
-"""A request during which it died so often has failed."""
-KEPT_FETCHED_S, KEPT_S = 900.0, 7 * 86400.0
-"""How long results are kept: those that somebody has fetched, and all; and how long a model that nobody uses."""
+"""A request fails when the compute process has died this often while it ran."""
+KEPT_FETCHED_S = 900.0
+"""Seconds that a result is kept after a client has fetched it."""
+KEPT_S = 7 * 86400.0
+"""Seconds that any result, and an unused model, is kept."""
 CLEANS_EVERY_S = 60.0
+"""Seconds between two clean-ups."""
 KEYS_AT_ONCE = 4
-"""The requests of all keys together may have so many times the bytes of one: where any key is taken, keys are free."""
+"""All keys together may have this many times the pending bytes of one key. Without a file of keys, anybody can use any
+number of keys."""
 NAMED = ("save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights")
-"""Requests about weights that have a path."""
+"""Kinds of requests about weights that have a path."""
 _WHOLE = "whole:"
-"""Before the digest of a base of which all weights train."""
+"""Prefix of the stored digest of the base where all weights train."""
 NEVER_CAME = "a request before it never came"
 REFUSED = "refused"
-"""The kind of a request of which only its number is known."""
+"""Kind of a refused request of which only the number is known."""
 MOST_AHEAD = 1 << 16
-"""How far ahead of the first number that has not come the number of a refused request may be. One further ahead is not
-noted: no client counts so far, and each takes memory."""
+"""Largest distance of a refused request's number from the first missing number. A number further ahead is not stored:
+no client counts that far, and each takes memory."""
 GAP_CLEANS = 10
-"""So many cleanings in a row a model may wait for a request that does not come. Seconds that this process stood still
-do not count."""
+"""Clean-ups in a row for which a model waits for a missing request. Counting clean-ups instead of seconds leaves out
+the time in which this process was suspended."""
 
 
 @dataclass
 class _Sent:
-    """A job that is being done. Without a ``request`` it belongs to the making of a model."""
+    """A job on the compute process."""
 
     work: Work
+    """The job."""
     body: bytes
+    """Its data."""
     model: str
+    """Its model; "": it belongs to a sampler."""
     request: Request | None
+    """The request that it runs; None: it restores a model."""
     redo: bool = False
+    """Whether the request has run before, and runs again to restore the model."""
     began: bool = False
+    """Whether the compute process has started it."""
 
 
 @dataclass(frozen=True)
 class _Turns:
-    """Says of a model which number is the first that has not come, whether any request before it is owed, and whether
-    any behind it waits. A client that is gone may have left such a gap in every model that it had."""
+    """Which requests of a model have arrived. A client that is gone may leave a gap in the numbers of every model."""
 
     missing: int
+    """The first number that has not arrived."""
     owed: bool
+    """Whether a request before it is unfinished."""
     held_up: bool
+    """Whether a request after it waits."""
 
 
 class Service:
-    """Serves one base model out of ``options.root``. All methods belong to one event loop. ``failure`` says why it
-    cannot go on, once it cannot."""
+    """The service of one base model, with its state in ``options.root``. Belongs to one event loop.
+
+    ``failure``: why the service cannot continue; "" while it can.
+    """
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
@@ -130,8 +147,8 @@ class Service:
     # ---- life
 
     async def open(self) -> None:
-        """Start the process that computes, and begin again what is owed. Raises RuntimeError where it does not come
-        up."""
+        """Start the compute process, and resume unfinished requests. Raises RuntimeError if the process does not
+        start."""
         self.shelf.sweep()
         self._process.start()
         await self._until_ready()
@@ -159,14 +176,14 @@ class Service:
             raise RuntimeError(self.failure or f"the model was not loaded within {STARTS_WITHIN_S:g} s")
 
     async def close(self) -> None:
-        """End the process that computes; what it has not answered is owed."""
+        """Stop the compute process; requests that it has not answered stay unfinished."""
         for task in self._tasks:
             task.cancel()
         await self._process.stop()
         self.store.close()
 
     def _fail(self, why: str) -> None:
-        """End the server. What it owes stays owed: whoever starts it again gets it."""
+        """End the server. Unfinished requests resume at its next start."""
         _log.error("%s", why, exc_info=True)
         self.failure = self.failure or why
         self.ended.set()
@@ -178,7 +195,7 @@ class Service:
             self._fail(f"the process that computes has ended, and cannot be replaced: {error}")
 
     def _begin_anew(self, code: int) -> None:
-        """Start anew when the process that computes has died, and do again what it had not answered."""
+        """Replace a compute process that died, and repeat the jobs that it had not answered."""
         now = process_clock.now()
         self._deaths.append(now)
         while self._deaths[0] < now - DEATHS_WITHIN_S:
@@ -205,7 +222,8 @@ class Service:
                     self._dispatch(each.request)
 
     def _blame(self, sent: list[_Sent]) -> None:
-        """Count it for those that were being done. One thread computes: while a model is trained nobody samples."""
+        """Count the death for the requests that were running. One thread computes, so training and sampling
+        alternate: if a training job was running, no sample was."""
         begun = [each for each in sent if each.began and each.request is not None]
         for each in [each for each in begun if each.model] or begun:
             assert each.request is not None
@@ -251,9 +269,11 @@ class Service:
         body: bytes,
         made: tuple[str, Mapping[str, Any]] | None = None,
     ) -> str:
-        """Take a request, unless it was taken already, and return its name. ``made``: session and options of the model
-        that it makes. Raises Refusal where the owner has too much in work, the disk is nearly full, or the number is
-        impossible."""
+        """Queue a request, unless it is queued already, and return the name of its future.
+
+        ``made``: session and options of the model that the request creates. Raises Refusal if the owner has too many
+        unfinished requests, the disk is nearly full, or the number is out of range or used by another request.
+        """
         name = f"{target}:{seq}"
         known = self.store.request(name)
         if known is not None:
@@ -293,8 +313,8 @@ class Service:
         return name
 
     def skip(self, owner: str, model: str, seq: int, why: str, kind: str = "") -> None:
-        """Take the number of a request of this ``kind`` ("": not known) that was refused for good: those behind it
-        would wait for it for ever. A step behind it may miss a gradient that belongs to it, and is refused."""
+        """Use up the number of a request of this ``kind`` ("": unknown) that was refused for good: later requests would
+        wait for it forever. A later optimizer step may miss a gradient, so the next step fails."""
         kind = kind or REFUSED
         name = f"{model}:{seq}"
         if not 1 <= seq < 1 << 31 or self.store.request(name) is not None:
@@ -311,7 +331,7 @@ class Service:
             self._load_where_room(owner, model)
 
     def _check_pending(self, owner: str, nbytes: int, times: int) -> None:
-        """Raise Refusal (429) where so many times as much is in work already as there may be."""
+        """Raise Refusal (429) if the owner has more than ``times`` the allowed requests or bytes unfinished."""
         options = self.options
         count, held = self._pending.get(owner, (0, 0))
         whole = sum(each for _, each in self._pending.values())
@@ -323,8 +343,11 @@ class Service:
             raise Refusal(429, f"requests of all in work have {whole >> 20} MiB (--max-pending-mib); wait for some")
 
     def check_saving(self, owner: str, kind: str) -> None:
-        """Raise Refusal where an owner has saved too much, or the disk is nearly full. A whole model counts as much as
-        the base before it is saved, with its moments three times; adapters, which are small, count afterwards."""
+        """Raise Refusal if the saved weights of an owner exceed the quota, or the disk is nearly full.
+
+        Before it is saved, a whole model counts as the size of the base, and with optimizer state three times that.
+        Adapters are small and count only afterwards.
+        """
         saving = [(owner, self._size_of(kind))]
         for sent in self._jobs.values():
             if isinstance(sent.work, Save) and sent.request is not None:
@@ -337,15 +360,15 @@ class Service:
         self.check_disk(sum(size for _, size in saving))
 
     def _size_of(self, kind: str) -> int:
-        """Return what is known of the size of weights before they are saved."""
+        """Return the known size of weights before they are saved, in bytes; 0 for adapters."""
         base = 0 if self.ready is None else self.ready.nbytes
         if self.options.full_weights:
             return base * (3 if kind == "training" else 1)
         return base if kind == "external" else 0
 
     def check_disk(self, nbytes: int = 0) -> None:
-        """Raise Refusal (507) before the disk is full, once ``nbytes`` are written: what was promised needs the
-        rest."""
+        """Raise Refusal (507) if the disk would have less than ``min_free_gib`` left after ``nbytes`` are written:
+        queued requests need that space."""
         free, least = (shutil.disk_usage(self.root).free - nbytes) / 2**30, self.options.min_free_gib
         if free < least:
             raise Refusal(507, f"the server's disk has {free:.1f} GiB left (--min-free-gib {least:g}); try again later")
@@ -355,8 +378,8 @@ class Service:
         self._pending[owner] = before[0] + count, before[1] + nbytes
 
     async def outcome(self, owner: str, name: str, timeout_s: float) -> Request | None:
-        """Return a request once it has ended, or None after ``timeout_s``. Raises Refusal (404, 410) for one that is
-        not known, or whose result is not kept any more."""
+        """Return a request when it has finished or failed; None after ``timeout_s``. Raises Refusal (410) for an
+        unknown request, and for one whose result was deleted."""
         request = self._of(owner, name)
         if request.state == WAITING and timeout_s > 0:
             event = asyncio.Event()
@@ -381,7 +404,7 @@ class Service:
         return request
 
     def cancel(self, owner: str, name: str) -> None:
-        """Leave off sampling for a request that nobody waits for."""
+        """Cancel a sample request."""
         request = self._of(owner, name)
         if request.kind != "sample" or request.state != WAITING:
             return
@@ -399,8 +422,8 @@ class Service:
         self._go_on(request.target)
 
     def _go_on(self, model: str) -> None:
-        """Begin everything of a model whose turn has come. Whether weights with a path are there is known only once
-        all before has been done."""
+        """Start all requests of a model whose turn has come. A request for weights with a path waits until all earlier
+        ones are done: only then is it known whether the weights exist."""
         while model in self._loaded and (first := self._held[model].get(self._next[model])) is not None:
             if first.kind in NAMED and first.state == WAITING and self._busy(model):
                 return
@@ -409,8 +432,8 @@ class Service:
             self._dispatch(first)
 
     def _load(self, model: str) -> None:
-        """Make a model again, in the process that computes: its kept state, and what came behind it. Requests that have
-        ended already are done again for what they change, and their answers stay what they were."""
+        """Restore a model in the compute process: load its saved state, and repeat the requests after it. Requests that
+        have ended run again for their effect on the model; their results stay the same."""
         if model in self._loaded:
             return
         row = self.store.model(model)
@@ -434,8 +457,11 @@ class Service:
         return _Turns(missing, owed, held_up)
 
     def _dispatch(self, request: Request) -> None:
-        """Send a request to the process that computes. One that has ended is sent for what it changes only: of those
-        that failed a step has dropped the gradients, a pass has spoilt the next step, and all others left nothing."""
+        """Send a request to the compute process.
+
+        A request that has ended is sent again only for its effect on the model: a failed step dropped the gradients, a
+        failed pass makes the next step fail, and other failed requests had no effect.
+        """
         over = request.state != WAITING
         if over and request.kind not in (*CHANGING, REFUSED):
             return
@@ -463,7 +489,7 @@ class Service:
         self._process.send(Job(self._numbers, work, redo), body)
 
     def _work(self, request: Request, over: bool) -> tuple[Work, bytes]:
-        """Return what the process that computes has to do. Raises Refusal for weights that are not here any more."""
+        """Return the job of a request, and its data. Raises Refusal for weights that no longer exist."""
         kind, model = request.kind, request.target
         if kind == "sample":
             return self._sampling(request)
@@ -475,7 +501,7 @@ class Service:
         if kind == "optim_step":
             return Update(model, said["params"], "" if over else self._keep(model, request.seq)), b""
         if kind == "load_weights":
-            # Done again, it takes what it took then, whatever has the name by now.
+            # A repeated load uses the folder of the first time, even if the path names other weights now.
             folder = request.info.get("folder") or self.shelf.find(request.owner, said["path"]).info["folder"]
             keep = "" if over else str(self._state(model, request.seq))
             if request.seq:
@@ -487,7 +513,7 @@ class Service:
             return Unload(model), b""
         if not said["overwrite"] and self.store.checkpoint(said["path"]) is not None:
             raise Refusal(409, f"there are weights {said['path']} already; say overwrite, or another name")
-        self.check_saving(request.owner, said["kind"])  # those before it have been saved meanwhile
+        self.check_saving(request.owner, said["kind"])  # earlier requests may have saved since
         return Save(model, said["folder"], said["kind"]), b""
 
     def _creation(self, model: str) -> Create:
@@ -503,7 +529,7 @@ class Service:
         return Sample(sampler.folder), request.body
 
     def _keep(self, model: str, seq: int) -> str:
-        """Return a folder for the state behind this request, where it is time to keep one, and there is room."""
+        """Return a folder for the state after this request; "" if the last one is recent, or the disk nearly full."""
         now = process_clock.now()
         if now - self._kept_at.get(model, -1e9) < self.options.state_every_s:
             return ""
@@ -540,13 +566,13 @@ class Service:
             self._finish(request, result=body, error=done.error, theirs=done.theirs, info=info)
             if not done.error:
                 useless = self._note(request, sent, done)
-        for folder in useless:  # not before it is written down that nobody needs it
+        for folder in useless:  # only after the store no longer refers to it
             shutil.rmtree(folder, ignore_errors=True)
         _log.info("%s %s: %s, weights %d %s", request.kind, request.id, done.error or "done", done.version, done.digest)
 
     def _note(self, request: Request, sent: _Sent, done: Done) -> list[Path]:
-        """Write down what a job has left on the disk; return what may be removed then. The state before the last one
-        stays: a disk that lost power may know of that only."""
+        """Record what a job has saved; return the folders that are obsolete. The state before the last one stays:
+        after a power failure, the disk may have only that one."""
         work, model = sent.work, request.target
         if isinstance(work, (Create, Update, Load)) and done.kept:
             before = self.store.model(model)
@@ -574,7 +600,7 @@ class Service:
         return []
 
     def _forget(self, model: str) -> Path:
-        """Note that a model is gone for good; return what may be removed of it. Saved weights stay."""
+        """Record that a model is unloaded for good; return its obsolete folder. Saved weights stay."""
         self._drop_jobs(model)
         self._give_up(model, NEVER_CAME, theirs=True)
         self.store.drop_bodies(model)
@@ -585,8 +611,8 @@ class Service:
         return self._state(model, 0).parent
 
     def _not_made(self, model: str, why: str) -> None:
-        """Try once more to make a model again; fail what is owed to it where that fails, too. Done with other weights
-        it would be wrong."""
+        """Try once more to restore a model. If that fails, too, fail its unfinished requests: with other weights their
+        results would be wrong."""
         _log.error("model %s is not made again: %s", model, why)
         self._drop_jobs(model)
         self._leave_memory(model)
@@ -598,7 +624,7 @@ class Service:
             self._load(model)
 
     def _drop_jobs(self, model: str) -> None:
-        """Let nobody hear what comes of the jobs of a model."""
+        """Ignore the replies to the jobs of a model."""
         for number, sent in list(self._jobs.items()):
             if sent.model == model:
                 del self._jobs[number]
@@ -606,7 +632,7 @@ class Service:
                     self._job_of.pop(sent.request.id, None)
 
     def _give_up(self, model: str, why: str, *, theirs: bool) -> None:
-        """Fail what is owed to a model of which nothing is being done."""
+        """Fail the unfinished requests of a model that has no running job."""
         for request in self.store.unfinished(model):
             self._finish(request, error=why, theirs=theirs)
 
@@ -628,8 +654,8 @@ class Service:
     # ---- housekeeping
 
     def _make_room(self, owner: str) -> None:
-        """Take the model that was idle the longest out of memory where there are as many as there may be. Raises
-        Refusal (429) where all are at work."""
+        """Remove the least recently used idle model from memory if the limit is reached. Raises Refusal (429) if all
+        are busy."""
         options = self.options
         for whose, most in ((owner, options.max_adapters_per_key), (None, options.max_adapters)):
             rows = [row for row in self._in_memory() if whose in (None, row.owner)]
@@ -642,14 +668,14 @@ class Service:
             self._leave_memory(min(idle, key=lambda row: row.used).id)
 
     def _load_where_room(self, owner: str, model: str) -> None:
-        """Make a model again, unless as many as there may be are at work: then ``close_gaps`` tries again."""
+        """Restore a model, unless all models in memory are busy: then ``close_gaps`` tries again."""
         with contextlib.suppress(Refusal):
             self._make_room(owner)
             self._load(model)
 
     def end_lapsed(self) -> None:
-        """Take models out of memory whose session nobody has kept alive, and fail what waits for a request of theirs
-        that never came."""
+        """Remove models from memory whose session has no heartbeat any more, and fail their requests that wait for a
+        missing number."""
         for model in dict.fromkeys((*self._loaded, *self.store.owed_models())):
             row = self.store.model(model)
             if row is None or self._busy(model):
@@ -661,9 +687,9 @@ class Service:
                     self._leave_memory(model)
 
     def close_gaps(self) -> None:
-        """Wait no longer for a request that has not come for ``GAP_CLEANS`` cleanings: its number counts as refused,
-        what waits behind it is done, and a step among that is refused. Models of which something is owed, and for which
-        there was no room, are made again."""
+        """Give up a request that has been missing for ``GAP_CLEANS`` clean-ups: its number counts as refused, later
+        requests run, and the next optimizer step fails. Also restore models with unfinished requests for which there
+        was no room before."""
         gaps: dict[str, tuple[int, int]] = {}
         for model in self.store.owed_models():
             row = self.store.model(model)
@@ -692,12 +718,12 @@ class Service:
         return [row for model in self._loaded if (row := self.store.model(model)) is not None]
 
     def _busy(self, model: str) -> bool:
-        """Whether something of a model is being done. Requests that wait for one that has not come are no reason to
-        keep it: they are on the disk, and it may never come."""
+        """Return whether a job of a model is running. Requests that wait for a missing one do not count: they are on
+        the disk, and the missing one may never arrive."""
         return any(sent.model == model for sent in self._jobs.values())
 
     def _leave_memory(self, model: str) -> None:
-        """Take a model out of memory; its next request makes it again."""
+        """Remove a model from memory; its next request restores it."""
         _log.info("model %s leaves the memory until its next request", model)
         self._loaded.discard(model)
         self._send(Unload(model), b"", model, None)
@@ -715,7 +741,7 @@ class Service:
                     if model not in self._loaded:
                         for folder in (self._forget(model), *self.shelf.forget_ephemeral(model)):
                             shutil.rmtree(folder, ignore_errors=True)
-            except (sqlite3.Error, OSError) as error:  # a disk that is full may be better the next time
+            except (sqlite3.Error, OSError) as error:  # a full disk may have space again the next time
                 _log.error("--root %s was not cleaned: %s", self.root, error)
 
     def _later(self, work: Any) -> None:

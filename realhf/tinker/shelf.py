@@ -1,4 +1,4 @@
-"""Keeps saved weights: where they are, whose, until when; and refuses what is not there."""
+"""Checkpoint registry: location, owner and expiry of saved weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from realhf.tinker.store import CheckpointRow, Store
 from realhf.web.refusal import Refusal
 
 KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
-"""Kinds of saved weights, and how a path of the client names them."""
+"""Kinds of saved weights, with the names that the client's paths have for them."""
 
 
 class Shelf:
-    """Holds the weights that were saved below ``root``."""
+    """The weights that are saved below ``root``."""
 
     def __init__(self, store: Store, root: Path) -> None:
         self._store, self._root = store, root
@@ -33,16 +33,16 @@ class Shelf:
         return row
 
     def folder_of(self, row: CheckpointRow) -> Path:
-        """Return where saved weights are."""
+        """Return the folder of saved weights."""
         return Path(row.info["folder"])
 
     def folder(self, model: str, kind: str, name: str, seq: int) -> Path:
-        """Return where request ``seq`` of a model saves weights of this name. Others of the same name, before or after,
-        are elsewhere: who samples with those that were deleted, or replaced, must not get these."""
+        """Return the folder in which request ``seq`` of a model saves weights of this name. Each request has its own
+        folder: a sampler of weights that were deleted or replaced must not get later weights of the same name."""
         return self._root / "checkpoints" / safe_name(model) / KINDS[kind] / f"{name}.{seq}"
 
     def sweep(self) -> None:
-        """Remove what a killed process has left half written."""
+        """Remove the partly written folders of a killed process."""
         for top in ("checkpoints", "state"):
             for partial in (self._root / top).rglob(".*.tmp"):
                 shutil.rmtree(partial, ignore_errors=True)
@@ -53,12 +53,12 @@ class Shelf:
         return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
     def signature(self, path: str, file: str, expires: int) -> str:
-        """Return what proves that this server lets somebody have a file of some weights until then."""
+        """Return the signature that allows a download of a file until ``expires``."""
         said = json.dumps([path, file, expires]).encode()
         return hmac.new(self._secret, said, hashlib.sha256).hexdigest()
 
     def signed_file(self, path: str, file: str, expires: int, signature: str) -> Path:
-        """Return where a file is that an address was signed for. Raises Refusal (403, 404)."""
+        """Return the path of a file for a signed address. Raises Refusal (403, 404)."""
         proved = hmac.compare_digest(self.signature(path, file, expires).encode(), signature.encode())
         if not proved or expires < time.time():
             raise Refusal(403, "this address was not given out here, or its time is over")
@@ -68,7 +68,7 @@ class Shelf:
         return self.folder_of(row) / file
 
     def set_expiry(self, row: CheckpointRow, ttl_s: int | None) -> None:
-        """Let saved weights be kept for so long from now on, or without an end."""
+        """Keep saved weights for ``ttl_s`` seconds from now, or without a limit (None)."""
         self._store.put_checkpoint(replace(row, expires=None if ttl_s is None else time.time() + ttl_s))
 
     def drop(self, row: CheckpointRow) -> None:
@@ -77,8 +77,8 @@ class Shelf:
         shutil.rmtree(self.folder_of(row), ignore_errors=True)
 
     def drop_expired(self, unnamed_before: float) -> None:
-        """Delete weights whose time is over, and those without a name that are older than that, of models that are
-        gone: nobody is told of them."""
+        """Delete expired weights, and unnamed weights of unloaded models that are older than ``unnamed_before``: no
+        client can list them."""
         now = time.time()
         for row in self._store.checkpoints():
             model = self._store.model(row.model)
@@ -88,8 +88,7 @@ class Shelf:
                 self.drop(row)
 
     def forget_ephemeral(self, model: str, keep: int = 0) -> list[Path]:
-        """Forget weights without a name that samplers of this model had, but for the last ``keep``; return their
-        folders."""
+        """Unregister the unnamed weights of a model's samplers, except for the last ``keep``; return their folders."""
         own = [row for row in self._store.checkpoints(model=model) if row.info.get("ephemeral")]
         older = own[keep:]
         for row in older:
@@ -98,5 +97,5 @@ class Shelf:
 
 
 def safe_name(text: str) -> str:
-    """Return a name for a folder, one for one."""
+    """Return the name of a folder for an id; different ids have different names."""
     return text.replace(":", "_")

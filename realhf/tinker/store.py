@@ -1,9 +1,8 @@
-"""Keeps sessions, models, samplers, checkpoints and requests on the disk, in one SQLite file.
+"""Sessions, models, samplers, checkpoints and requests in one SQLite file.
 
-A request is written before its promise is given, and its result before anybody is told, so that a server which was
-killed knows what it owes: a promise is either finished, or done again from what was written. What a client has fetched
-is forgotten some time later.
-"""
+A request is committed before its future is returned, and its result before any client gets it. So a server that was
+killed knows its unfinished requests, and runs them again. Results that a client has fetched are deleted some time
+later."""
 
 from __future__ import annotations
 
@@ -36,9 +35,11 @@ create index if not exists of_target on requests (target, seq);
 create index if not exists of_state on requests (state);
 """
 FORMAT = "2"
+"""Version of the schema."""
 WAITING, FINISHED, FAILED = 0, 1, 2
+"""States of a request."""
 CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")
-"""Requests that change a model, which have to be done again to make it again."""
+"""Kinds of requests that change a model, and run again to restore it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Says what a folder is, a run that goes on, ended or was stopped, and keeps what a person writes about it.
+"""The state of a run's folder (running, finished, stopped), and the notes that a person writes about the run.
 
 python -m realhf.view note RUN ["text"] [--tag TAG ...] [--untag TAG ...]
 
@@ -24,18 +24,21 @@ from realhf.base.text import printable
 
 _LOCKS = Path("/proc/locks")
 _FRESH_S = 90.0
-"""A run whose lock cannot be seen, such as one on another host, counts as going on while it wrote this recently."""
+"""Seconds since its last write within which a run counts as running though no lock is visible, as of another host."""
 _LARGEST_FILE = 16 * 2**20
+"""Bytes of the largest file that is read."""
 MARKS = ("config.yaml", "metrics.jsonl", "provenance.json")
 GONE, FOREIGN, STARTING, RUNNING, FINISHED, STOPPED = "gone", "foreign", "starting", "running", "finished", "stopped"
 
 
 @dataclass(frozen=True)
 class FolderState:
-    """Holds a word and a sentence about a folder."""
+    """The state of a folder."""
 
     kind: str
+    """One of the words above."""
     text: str
+    """A sentence for the page."""
 
 
 def is_run(folder: Path) -> bool:
@@ -84,7 +87,7 @@ def is_locked(path: Path) -> bool:
 
 
 def is_plain_file(path: Path) -> bool:
-    """Return whether a path leads to a plain file."""
+    """Return whether a path is a regular file."""
     try:
         return stat.S_ISREG(path.stat().st_mode)
     except (OSError, ValueError):
@@ -92,7 +95,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a plain file of bounded size; "" for anything else."""
+    """Return the text of a regular file of bounded size; "" for anything else."""
     try:
         with open_plain(path) as file:
             if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
@@ -103,7 +106,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None when there is none or it cannot be understood."""
+    """Return the content of a JSON file; None if it is missing or invalid."""
     try:
         return json.loads(read_text(path) or "null")
     except (ValueError, RecursionError):
@@ -133,30 +136,34 @@ MOST_OF_TAG = 64
 
 @dataclass(frozen=True)
 class Note:
-    """Holds the text, "" for none, and the tags in the order in which they were given."""
+    """What a person wrote about a run."""
 
     text: str = ""
+    """The text; "" for none."""
     tags: tuple[str, ...] = ()
+    """The tags in the order in which they were added."""
 
 
 def read_note(run_dir: Path) -> Note:
-    """Return the note of a run, within bounds whatever its file holds; an empty one where there is none."""
+    """Return the note of a run, of bounded size; an empty one if there is none."""
     content = read_json(run_dir / NOTE_FILE)
     if not isinstance(content, dict):
         return Note()
     text, tags = content.get("text"), content.get("tags")
-    known = [_told(tag, MOST_OF_TAG) for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
-    return Note(_told(text, MOST_CHARACTERS) if isinstance(text, str) else "", tuple(dict.fromkeys(known))[:MOST_TAGS])
+    known = [_shorten(tag, MOST_OF_TAG) for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
+    return Note(
+        _shorten(text, MOST_CHARACTERS) if isinstance(text, str) else "", tuple(dict.fromkeys(known))[:MOST_TAGS]
+    )
 
 
-def _told(text: str, most: int) -> str:
-    """Return the beginning of a text; of halves of characters, which JSON can name and no page can be sent, a "?"."""
+def _shorten(text: str, most: int) -> str:
+    """Return the first ``most`` characters of a text. Halves of surrogate pairs, which JSON can contain and HTTP
+    cannot, become "?"."""
     return text[:most].encode(errors="replace").decode()
 
 
 def note_command(arguments: Sequence[str]) -> int:
-    """Do what ``arguments``, those behind the word ``note``, say. Returns the exit code: 0, or 2 with one line about
-    what is wrong."""
+    """Run the command ``note`` with its arguments. Returns the exit code: 0, or 2 with one line about the mistake."""
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view note", description="Write or print what a person has to say about a run."
     )

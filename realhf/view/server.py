@@ -1,5 +1,4 @@
-"""Serves the page and what it asks for, to this machine only: files of runs, read when they are asked for; nothing is
-ever written."""
+"""The server of the page over runs, for this machine only. Files of runs are read on request; nothing is written."""
 
 from __future__ import annotations
 
@@ -27,16 +26,18 @@ from realhf.view.run_data import MEDIA_TYPE
 from realhf.web.guard import OWN_FILES_POLICY, PAGE_HEADERS, GuardRules, PageRules, RequestGuard, ServedHosts
 
 CHANGES_S = 20.0
-"""How long a request for changes waits, in seconds; the page asks again at once."""
+"""Seconds that a request for changes waits; then the page sends the next one."""
 LOOK_S = 0.25
+"""Seconds between two looks at the files during that time."""
 SEARCH_S = 30.0
-"""How long a full-text search may take, in seconds; it says how far it came."""
+"""Seconds that a full-text search may take; its result says how much was searched."""
 LONGEST_SEARCH = 1000
+"""Most characters of a search text."""
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(runs: RunList, *, follow: bool) -> Starlette:
-    """Make the application. ``follow``: the page asks for changes all the time."""
+    """Return the application. ``follow``: the page keeps asking for changes."""
     api = Api(runs, follow)
     files = static_files()
     routes: list[BaseRoute] = [Route("/", _file(files["index.html"]))]
@@ -51,7 +52,7 @@ def create_app(runs: RunList, *, follow: bool) -> Starlette:
 
 
 class Api:
-    """Answers what the page asks. Files are read in threads, so that a slow disk delays nobody else."""
+    """The handlers of the page's requests. Threads read the files, so that a slow disk delays no other request."""
 
     def __init__(self, runs: RunList, follow: bool) -> None:
         self._runs = runs
@@ -62,7 +63,7 @@ class Api:
         return _json(await run_in_threadpool(self._list))
 
     async def changes(self, request: Request) -> Response:
-        """Wait until a part of the runs ``?run=..`` differs from what ``seen`` says, at most ``CHANGES_S``."""
+        """Wait until the runs ``?run=..`` differ from the state ``?seen=..``, at most ``CHANGES_S``."""
         numbers = [int(text) for text in request.query_params.getlist("run") if text.isdecimal()][:16]
         seen = request.query_params.get("seen", "")
         loop = asyncio.get_running_loop()
@@ -79,7 +80,7 @@ class Api:
                 return Response(status_code=204)
 
     def part(self, read: Callable[[Run, Request], Any]) -> Handler:
-        """Make the answer to a request for a part of a run: bytes as they are, anything else as JSON."""
+        """Return the handler of a part of a run, which ``read`` returns as bytes, or as a value for JSON."""
 
         async def answer(request: Request) -> Response:
             found = await run_in_threadpool(read, self._run_of(request), request)
@@ -88,8 +89,8 @@ class Api:
         return answer
 
     async def search(self, request: Request) -> Response:
-        """Stream the ids of rollouts that hold ``text``, a line of JSON for each find, until all were looked at or
-        ``SEARCH_S`` have passed."""
+        """Stream the ids of rollouts that contain ``text``, as lines of JSON, until all are searched or ``SEARCH_S``
+        have passed."""
         text = request.query_params.get("text", "")[:LONGEST_SEARCH]
         stopped = threading.Event()
         found = self._run_of(request).rollouts.search(text, process_clock.now() + SEARCH_S, stopped.is_set)
@@ -144,8 +145,8 @@ PARTS_OF_A_RUN: Mapping[str, Callable[[Run, Request], Any]] = {
     "rollouts": lambda run, _: run.rollouts.packed(),
     "rollout": _rollout,
 }
-"""What is below ``/api/runs/<number>/``. Metrics and spans are those behind ``start``; of one rollout (``id``) there is
-more only where something has changed since the answer with the stamp ``seen``."""
+"""The routes below ``/api/runs/<number>/``. Metrics and spans are those from ``start`` on. A rollout (``id``) comes
+whole only if it has changed since the answer with the stamp ``seen``."""
 
 
 def _number(request: Request, name: str) -> int:
@@ -154,7 +155,7 @@ def _number(request: Request, name: str) -> int:
 
 
 def _json(content: Any) -> Response:
-    """Encode as ASCII, so that halves of characters arrive as they are."""
+    """Encode as ASCII, so that halves of surrogate pairs arrive unchanged."""
     return Response(json.dumps(content, separators=(",", ":")), media_type="application/json")
 
 
@@ -173,7 +174,7 @@ async def _unreadable(request: Request, error: Exception) -> Response:
 
 
 async def _streamed(found: Iterator[dict[str, Any]], stopped: threading.Event) -> AsyncIterator[bytes]:
-    """Turn finds into lines; the thread that looks for them ends with the request."""
+    """Yield search results as lines of JSON; the searching thread ends with the request."""
     loop = asyncio.get_running_loop()
     try:
         while (item := await loop.run_in_executor(None, next, found, None)) is not None:

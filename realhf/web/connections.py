@@ -1,6 +1,8 @@
-"""Bounds what strangers can hold of an HTTP server by uvicorn: how long a connection may wait for the head of its
-request, how large that is, and how many connections there are, so that descriptors are left for the work of the
-process."""
+"""Limits of connections and request heads, for servers that run on uvicorn.
+
+A connection ends when no complete request head arrives in time, or when the head is too large. The number of
+connections is limited, so that file descriptors are left for the work of the process.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,17 @@ from realhf.base.event_loops import ClockedLoop
 
 _log = logging.getLogger(__name__)
 HEAD_S = 10.0
-"""From the first byte of a request, or the connection before it, to the end of its head."""
+"""Seconds from the start of a connection, or from the first byte of its next request, to the end of the head."""
 MOST_HEAD_BYTES = 64 << 10
-"""Bytes of a request line with its headers, and of anything else that a parser keeps until it is complete."""
-SHARE, FEWEST = 2, 32
-"""Connections hold at most one of so many of the descriptors of this process, and so many in any case."""
+"""Largest request line with its headers, and largest of anything else that a parser keeps until it is complete."""
+DESCRIPTORS_PER_CONNECTION = 2
+"""One connection is allowed for this many file descriptors of the process, so at most half of them are used."""
+MIN_CONNECTIONS = 32
+"""Connections that are allowed however few file descriptors there are."""
 
 
 def use_all_descriptors() -> None:
-    """Raise the limit of open descriptors to what the host allows: idle connections exhaust the usual 1,024."""
+    """Raise the limit of open file descriptors to the maximum of the host: idle connections exhaust the usual 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):
@@ -33,10 +37,13 @@ def use_all_descriptors() -> None:
 
 
 def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -> Any:
-    """Return what ``uvicorn.Config(http=...)`` takes in place of ``kind`` (h11, httptools or auto). A connection that
-    sends no whole head within ``head_s``, or one of more than ``MOST_HEAD_BYTES`` (status 431), ends. One more than
-    ``most`` (0: what the limit of descriptors allows) ends the oldest whose request has not come as a whole, or of
-    whose answer nobody read anything for ``head_s``; it is not taken where all are at work."""
+    """Return a protocol class for ``uvicorn.Config(http=...)`` in place of ``kind`` (h11, httptools or auto).
+
+    A connection ends if its request head is not complete within ``head_s`` seconds, or is larger than
+    ``MOST_HEAD_BYTES`` (status 431). A connection beyond ``most`` (0: as many as the limit of file descriptors allows)
+    ends the oldest one that is idle: its request is incomplete, or its client has read nothing of the answer for
+    ``head_s``. Where none is idle, the new connection ends.
+    """
     if kind == "auto":
         kind = "httptools" if find_spec("httptools") else "h11"
     name = {"h11": "H11Protocol", "httptools": "HttpToolsProtocol"}[kind]
@@ -45,16 +52,19 @@ def guarded_http(kind: str = "auto", *, head_s: float = HEAD_S, most: int = 0) -
 
 
 def __getattr__(name: str) -> Any:
-    """Let ``realhf.web.connections:GuardedProtocol`` name what ``guarded_http()`` returns, for processes that uvicorn
-    starts and gives no classes to."""
+    """Provide ``realhf.web.connections:GuardedProtocol``, the name of the class that ``guarded_http()`` returns, for
+    processes that uvicorn starts: it passes them names, not classes."""
     if name == "GuardedProtocol":
         return guarded_http()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class HandshakeLoop(ClockedLoop):
-    """For ``uvicorn.Config(loop=...)``: its servers end a connection without a TLS handshake as early as one without a
-    request, and show what waits to be sent (uvloop's do not)."""
+    """An event loop for ``uvicorn.Config(loop=...)`` of servers with TLS.
+
+    A connection without a TLS handshake ends as early as one without a request. Unlike uvloop, the loop shows the bytes
+    that wait to be sent.
+    """
 
     async def create_server(self, *args: Any, **kwargs: Any) -> Any:
         """Listen with TLS."""
@@ -62,64 +72,80 @@ class HandshakeLoop(ClockedLoop):
 
 
 class _Guarded:
-    """Comes before a protocol of uvicorn, of which it uses ``loop``, ``transport``, ``connections`` and ``cycle``, the
-    request that is at work or was the last."""
+    """Mixin in front of a protocol class of uvicorn.
+
+    It uses ``loop``, ``transport``, ``connections`` and ``cycle`` of that class; ``cycle`` is the current request, or
+    the last one.
+    """
 
     head_s: float
+    """Seconds that a request head may take; infinite for a WebSocket."""
     most: int
+    """Largest number of connections; 0: as many as the limit of file descriptors allows."""
     ended = 0
+    """Number of idle connections that were ended in favour of new ones, for all connections of the class."""
     since = 0
+    """When the connection began to wait for a request, in nanoseconds of the monotonic clock."""
     timer: asyncio.TimerHandle | None = None
+    """Clock of the request head; None while a request is served."""
     reading: asyncio.TimerHandle | None = None
+    """Clock of the client's reading; None while nothing of the answer waits to be sent."""
     unread = 0
+    """Bytes of the answer that waited to be sent when the reading was last checked."""
     stalled = False
+    """Whether the client has read nothing since that check."""
     incomplete = 0
-    """Bytes that came since the parser completed a head, a part of a body, or a request."""
+    """Bytes received since the parser completed a head, a part of a body, or a request."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        """Leave the bound of a head to ``data_received``: that of h11 is another, and answers with 400."""
+        """Raise the limit of h11, which answers 400, so that the one of ``data_received`` counts."""
         config.h11_max_incomplete_event_size = config.h11_max_incomplete_event_size or 2 * MOST_HEAD_BYTES
         super().__init__(config, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
     def connection_made(self: Any, transport: asyncio.Transport) -> None:
-        """Begin to wait for a request."""
+        """Start the clock of the request head; end an idle connection if there are too many."""
         super().connection_made(transport)  # pyright: ignore[reportAttributeAccessIssue]
         self.since = time.monotonic_ns()
-        self.timer = self.loop.call_later(self.head_s, self.late)
-        most = self.most or max(FEWEST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // SHARE)
+        self.timer = self.loop.call_later(self.head_s, self.end_late)
+        most = self.most or max(
+            MIN_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // DESCRIPTORS_PER_CONNECTION
+        )
         if len(self.connections) > most:
-            unheard: list[Any] = [each for each in self.connections if isinstance(each, _Guarded) and each.unheard()]
-            oldest = min(unheard, key=lambda each: each.since, default=self)
+            idle: list[Any] = [each for each in self.connections if isinstance(each, _Guarded) and each.is_idle()]
+            oldest = min(idle, key=lambda each: each.since, default=self)
             kind = type(self)
             kind.ended += 1
-            if kind.ended & (kind.ended - 1) == 0:  # strangers shall not fill the log
+            if kind.ended & (kind.ended - 1) == 0:  # 1, 2, 4, ...: strangers must not fill the log
                 _log.warning("more than %d connections: %d without a whole request were ended", most, kind.ended)
             oldest.transport.abort()
             self.connections.discard(oldest)  # it ends a little later; the next one must not choose it again
 
     def data_received(self: Any, data: bytes) -> None:
-        """Wait no longer when a whole head has come, and again when a part of the next has. The parser gets no more at
-        once than a head may have: httptools takes time that grows with the square of an endless one."""
+        """Pass data to the parser, and stop or restart the clock of the head.
+
+        The parser gets no more at once than a head may have: httptools takes time that grows with the square of the
+        length of a head.
+        """
         rest = memoryview(data)
         while rest and not self.transport.is_closing() and self.head_s < float("inf"):
             part = rest[: MOST_HEAD_BYTES + 1 - self.incomplete]
             rest = rest[len(part) :]
             self.incomplete += len(part)
-            behind = self.past_head()  # a body whose answer is out may end here, and h11 waits for the next head
+            was_past_head = self.past_head()  # a body whose answer is out may end here, and h11 waits for the next head
             super().data_received(part)  # pyright: ignore[reportAttributeAccessIssue]
-            if behind or self.past_head():
+            if was_past_head or self.past_head():
                 self.incomplete = 0
             if self.incomplete > MOST_HEAD_BYTES:
                 self.refuse_head()
                 return
-        if not self.waits():
-            self.wait_no_longer()
+        if not self.is_waiting():
+            self.stop_head_clock()
         elif self.timer is None:
             self.since = time.monotonic_ns()
-            self.timer = self.loop.call_later(self.head_s, self.late)
+            self.timer = self.loop.call_later(self.head_s, self.end_late)
 
     def past_head(self: Any) -> bool:
-        """Return whether h11 is behind the head of a request; httptools calls the three methods below."""
+        """Return whether h11 has parsed the head of a request. httptools calls the three methods below instead."""
         conn = getattr(self, "conn", None)
         return conn is not None and str(conn.their_state) != "IDLE"
 
@@ -139,11 +165,11 @@ class _Guarded:
         super().on_message_complete()  # pyright: ignore[reportAttributeAccessIssue]
 
     def refuse_head(self: Any) -> None:
-        """End a connection whose head is too large. While a request is at work nothing can be said."""
-        if not self.waits():
+        """End a connection whose head is too large: with status 431, unless another request is being served."""
+        if not self.is_waiting():
             self.transport.abort()
             return
-        self.wait_no_longer()
+        self.stop_head_clock()
         text = b"the head of a request has at most %d bytes" % MOST_HEAD_BYTES
         self.transport.write(
             b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: text/plain; charset=utf-8\r\n"
@@ -152,60 +178,60 @@ class _Guarded:
         self.transport.close()
 
     def handle_websocket_upgrade(self: Any, *event: Any) -> None:
-        """Leave the connection to another protocol."""
+        """Hand the connection over to the WebSocket protocol, which has limits of its own."""
         super().handle_websocket_upgrade(*event)  # pyright: ignore[reportAttributeAccessIssue]
         self.head_s = float("inf")
-        self.wait_no_longer()
+        self.stop_head_clock()
 
     def connection_lost(self: Any, exc: Exception | None) -> None:
-        """Wait no longer."""
-        self.wait_no_longer()
-        self.watch_no_longer()
+        """Stop both clocks."""
+        self.stop_head_clock()
+        self.stop_reading_clock()
         super().connection_lost(exc)  # pyright: ignore[reportAttributeAccessIssue]
 
     def pause_writing(self: Any) -> None:
-        """Begin to watch whether the answer is read."""
+        """Start to check whether the client reads the answer."""
         super().pause_writing()  # pyright: ignore[reportAttributeAccessIssue]
         self.unread = self.transport.get_write_buffer_size()
-        self.reading = self.loop.call_later(self.head_s, self.watch)
+        self.reading = self.loop.call_later(self.head_s, self.check_reading)
 
     def resume_writing(self: Any) -> None:
-        """Watch no longer."""
-        self.watch_no_longer()
+        """Stop to check whether the client reads the answer."""
+        self.stop_reading_clock()
         super().resume_writing()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def watch(self: Any) -> None:
-        """Note whether anything of the answer was read since the last time."""
+    def check_reading(self: Any) -> None:
+        """Note whether the client has read anything of the answer since the last check."""
         before, self.unread = self.unread, self.transport.get_write_buffer_size()
         self.stalled = self.unread == before
-        self.reading = self.loop.call_later(self.head_s, self.watch)
+        self.reading = self.loop.call_later(self.head_s, self.check_reading)
 
-    def watch_no_longer(self) -> None:
-        """Stop the clock of the answer."""
+    def stop_reading_clock(self) -> None:
+        """Stop the clock of the client's reading."""
         self.stalled = False
         if self.reading is not None:
             self.reading.cancel()
             self.reading = None
 
-    def waits(self: Any) -> bool:
-        """Return whether no request is at work on the connection."""
+    def is_waiting(self: Any) -> bool:
+        """Return whether the connection waits for a request."""
         return self.head_s < float("inf") and (self.cycle is None or self.cycle.response_complete)
 
-    def unheard(self: Any) -> bool:
-        """Return whether a request on the connection has not come as a whole, or its answer is not read: a body that
-        stalls keeps nobody out."""
+    def is_idle(self: Any) -> bool:
+        """Return whether the connection is idle: its request is incomplete, or its client reads nothing of the answer.
+        A body that stalls counts as incomplete."""
         if self.reading is not None:  # uvicorn counts an answer as complete when it has handed over its last byte
             return self.stalled
-        return self.waits() or (self.cycle is not None and self.cycle.more_body)
+        return self.is_waiting() or (self.cycle is not None and self.cycle.more_body)
 
-    def wait_no_longer(self) -> None:
-        """Stop the clock."""
+    def stop_head_clock(self) -> None:
+        """Stop the clock of the request head."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
-    def late(self: Any) -> None:
-        """End a connection whose request did not come."""
+    def end_late(self: Any) -> None:
+        """End a connection whose request head did not arrive in time."""
         self.timer = None
-        if self.waits():
+        if self.is_waiting():
             self.transport.abort()

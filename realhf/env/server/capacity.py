@@ -1,6 +1,6 @@
-"""Leases slots to sessions and requests, and publishes the metrics of the environment server.
+"""Slot leases of sessions and requests, and the metrics of the environment server.
 
-WebSocket sessions and stateless HTTP requests share them, so that neither takes what the other was promised. Source:
+WebSocket sessions and stateless HTTP requests share the leases, so that neither takes a slot of the other. Source:
 docs/reference/environment.md 2.2, 2.3.
 """
 
@@ -25,10 +25,12 @@ _LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class _PoolCollector(Collector):
-    """Reads the pool's own metrics when the page is asked for."""
+    """The metrics of the pool itself, read when ``/metrics`` is requested."""
 
     def __init__(self, read: Callable[[], Mapping[str, Any]], about: str, label: str) -> None:
-        self._read, self._about, self._label = read, about, label
+        self._read = read
+        self._about = about
+        self._label = label
 
     def collect(self) -> Iterable[Metric]:
         """Yield a gauge for every number of the pool."""
@@ -45,8 +47,11 @@ class _PoolCollector(Collector):
 
 
 class ServerMetrics:
-    """Counts what one server process does. ``read_pool`` returns the pool's metrics (a map is one value per ``label``),
-    ``about`` says what the pool is."""
+    """The metrics of one server process.
+
+    ``read_pool`` returns the pool's metrics by name; a map has one value for each ``label``. ``about``: what the pool
+    holds.
+    """
 
     def __init__(self, read_pool: Callable[[], Mapping[str, Any]], about: str = "pool", label: str = "rule") -> None:
         self._registry = CollectorRegistry()
@@ -89,13 +94,14 @@ class ServerMetrics:
 
 
 RETRY_AFTER_S = 1
+"""Seconds after which a client that was refused for capacity may try again."""
 _SCRUB_WAIT_S = 8.0
-"""How long a slot that comes back is waited for, in seconds: a simulator is forked meanwhile, on a busy machine."""
+"""Seconds to wait for a slot that is being cleaned. On a busy machine, forking a simulator takes that long."""
 _LOG = logging.getLogger(__name__)
 
 
 class SlotLeases:
-    """Leases at most ``most`` slots at once. ``active`` counts the leases. Use it on one event loop."""
+    """Leases of slots: at most ``most`` at once, of which ``active`` are out. Belongs to one event loop."""
 
     def __init__(self, pool: SlotPool, most: int, threads: Executor, metrics: ServerMetrics) -> None:
         self.active = 0
@@ -107,8 +113,8 @@ class SlotLeases:
         self._closed = False
 
     async def take(self) -> Any | None:
-        """Return a slot, or None at capacity. When fewer leases than slots are out, a slot is being scrubbed or
-        replaced, and is waited for."""
+        """Return a slot, or None at capacity. When fewer leases than slots are out, a slot is being cleaned or
+        replaced; this waits for it, up to ``_SCRUB_WAIT_S``."""
         if self._closed or self.active >= self.most:
             return None
         self._count(1)
@@ -132,12 +138,12 @@ class SlotLeases:
             raise
 
     def give_back(self, slot: Any) -> None:
-        """Take back a slot that nothing uses any more; it is scrubbed on a thread."""
+        """Return a slot that nothing uses any more; it is cleaned on a thread."""
         self._count(-1)
         self._release(slot)
 
     def give_back_after(self, slot: Any, work: asyncio.Future[Any] | None) -> None:
-        """Give the slot back once ``work``, whose thread may be in it, is done; until then the lease counts."""
+        """Return the slot when ``work``, whose thread may still use it, is done; until then the lease counts."""
         if work is None or work.done():
             self.give_back(slot)
             return
@@ -145,13 +151,13 @@ class SlotLeases:
 
         def ended(work: asyncio.Future[Any]) -> None:
             if not work.cancelled() and (error := work.exception()) is not None:
-                _LOG.warning("what nobody waited for any more failed: %s", error)
+                _LOG.warning("a request whose client has left failed: %s", error)
             self.give_back(slot)
 
         work.add_done_callback(ended)
 
     def _unwanted(self, acquired: asyncio.Future[Any]) -> None:
-        """Give back a slot whose asker is gone while a thread was still fetching it."""
+        """Return a slot that a thread acquired after its client had left."""
         if not acquired.cancelled() and acquired.exception() is None:
             self._release(acquired.result())
 
@@ -162,7 +168,7 @@ class SlotLeases:
 
     @property
     def returning(self) -> int:
-        """How many slots were given back and are being scrubbed."""
+        """Number of slots that were returned and are being cleaned."""
         return len(self._releases)
 
     def close(self) -> None:
@@ -170,7 +176,7 @@ class SlotLeases:
         self._closed = True
 
     async def returned(self, timeout_s: float) -> None:
-        """Wait until all slots that were given back are scrubbed."""
+        """Wait until all returned slots are cleaned, up to ``timeout_s``."""
         if self._releases:
             await asyncio.wait(self._releases, timeout=timeout_s)
 

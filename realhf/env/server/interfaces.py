@@ -1,7 +1,7 @@
-"""Defines what the environment server needs of an environment that it serves.
+"""The interface between the environment server and an environment that it serves.
 
-The server knows frames, sessions, slots and deadlines. What a session has to itself, what a reset and an action may
-hold, and what is said about the environment is the business of a ``ServedEnvironment``.
+The server handles frames, sessions, slots and deadlines. A ``ServedEnvironment`` defines the slots, checks the data of
+resets and actions, and describes the environment.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Reply = tuple[dict[str, Any], float | None, bool]
 
 
 class SlotPool(Protocol):
-    """Hands out what a session has to itself, a slot: a simulator, a folder, an instance of an environment."""
+    """A pool of slots. A slot is what one session has to itself: a simulator, a folder, an environment instance."""
 
     def start(self) -> None:
-        """Start what the slots need. Raises RuntimeError when it does not come up."""
+        """Start the processes that the slots need. Raises RuntimeError when one does not come up."""
         ...
 
     def stop(self) -> None:
-        """End what ``start`` started, and every call that waits; the server has ended before."""
+        """Stop these processes, and end every blocked call. Called after the server has ended."""
         ...
 
     def acquire(self) -> Any:
@@ -39,60 +39,63 @@ class SlotPool(Protocol):
 
     @property
     def free_count(self) -> int:
-        """How many slots are free."""
+        """Number of free slots."""
         ...
 
     def metrics(self) -> Mapping[str, Any]:
-        """Return the pool's metrics by name; a map holds one number for each label."""
+        """Return the metrics of the pool by name; a map has one value for each label."""
         ...
 
 
 class Player(Protocol):
-    """Plays a session's episodes, by blocking calls, one at a time."""
+    """Player of the episodes of one session. Calls block and come one at a time."""
 
     def reset(self, data: dict[str, Any]) -> Reply:
-        """Start an episode as checked reset data say. Raises WireError."""
+        """Start an episode by checked reset data. Raises WireError."""
         ...
 
     def step(self, action: dict[str, Any], /) -> Reply:
-        """Take a turn of the agent, a checked action. Raises WireError."""
+        """Play one checked action of the agent. Raises WireError."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the session, as the wire shows it."""
+        """Return the state of the session in the form of the wire."""
         ...
 
     def kill(self) -> None:
-        """Break off the call in flight; may be called from another thread."""
+        """Abort the running call; may be called from another thread."""
         ...
 
 
 class Page(Protocol):
-    """Is something that was added to the application and ends with the server."""
+    """Web pages that an environment adds to the application."""
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release resources; called when the server ends."""
         ...
 
 
 class ServedEnvironment:
-    """Is an environment as the server sees it: subclasses say what it has of its own. A session takes a slot of
-    ``pool``; ``make_player`` returns what plays its episodes there.
-
-    ``title`` and ``about`` describe the application; ``slots_are`` says what the pool holds, ``slot_label`` what a
-    metric's map is split by. The models are those of an action, an observation and a state. ``own_guard`` is the path
-    below which pages check their visitors themselves, "" for none; ``home`` is where / leads.
-    """
+    """Base class of an environment as the server sees it. A session takes a slot of ``pool``."""
 
     title: str
+    """Title of the application."""
     about: str
+    """Description of the application."""
     slots_are: ClassVar[str]
+    """What a slot is, for the text of metrics."""
     slot_label: ClassVar[str]
+    """Label of the pool's metrics that have several values."""
     action_model: ClassVar[type[BaseModel]]
+    """Model of an action."""
     observation_model: ClassVar[type[BaseModel]]
+    """Model of an observation."""
     state_model: ClassVar[type[BaseModel]]
+    """Model of a state."""
     own_guard: ClassVar[str] = ""
+    """Path below which pages check their visitors themselves; "": there are none."""
     home: str = "/health"
+    """Path that / redirects to."""
 
     def __init__(self, config: ServerConfig, pool: SlotPool, make_player: Callable[[Any], Player]) -> None:
         self._config = config
@@ -100,7 +103,7 @@ class ServedEnvironment:
         self._make_player = make_player
 
     def make_player(self, slot: Any) -> Player:
-        """Return what plays the episodes of a session in its slot."""
+        """Return the player of a session's episodes in its slot."""
         return self._make_player(slot)
 
     def check_reset(self, data: Any) -> dict[str, Any]:
@@ -112,29 +115,29 @@ class ServedEnvironment:
         raise NotImplementedError
 
     def outcome(self, observation: Mapping[str, Any]) -> str:
-        """Return the word that an episode with this last observation is counted under."""
+        """Return the outcome of an episode by its last observation, a label of the metrics."""
         raise NotImplementedError
 
     def template(self, observation: Mapping[str, Any]) -> str:
-        """Return what the task of an episode was made of, one of a bounded number of words; "" where that is open."""
+        """Return the template of an episode's task, a label of the metrics; "" where templates are not bounded."""
         del observation
         return ""
 
     def tools(self, player: Any) -> Sequence[Mapping[str, Any]] | None:
-        """Return the tools as a server of the Model Context Protocol lists them; None when ``player`` is None and one
-        in an episode is needed to know them. Raises WireError."""
+        """Return the tools in the form of the Model Context Protocol. None: ``player`` is None, and the tools are known
+        in an episode only. Raises WireError."""
         raise NotImplementedError
 
     def call_problem(self, params: Any) -> str:
-        """Say what is wrong with the parameters of a tools/call; "" when nothing is."""
+        """Return why the parameters of a tools/call are invalid; "" for valid ones."""
         raise NotImplementedError
 
     def call_action(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the action that a sound tools/call means."""
+        """Return the action of a valid tools/call."""
         raise NotImplementedError
 
     def call_answer(self, observation: Mapping[str, Any]) -> tuple[str, bool]:
-        """Return what the tool answered, and whether the call failed."""
+        """Return the answer of the tool, and whether the call failed."""
         raise NotImplementedError
 
     def schema(self) -> dict[str, Any]:
@@ -143,7 +146,7 @@ class ServedEnvironment:
         return {name: model.model_json_schema() for name, model in models.items()}
 
     def metadata(self) -> dict[str, Any]:
-        """Return what the server says about itself."""
+        """Return the content of ``/metadata``."""
         return {
             "description": self.about,
             "max_concurrent_envs": self._config.pool_size,
@@ -156,9 +159,9 @@ class ServedEnvironment:
         return self.state_model().model_dump()
 
     def mount(self, app: FastAPI) -> Page | None:
-        """Add pages of the environment to the application; None where it has none."""
+        """Add the pages of the environment to the application; return None where it has none."""
         del app
 
     def announcement(self) -> str:
-        """Return a line for the terminal, once the pool is started."""
+        """Return a line for the terminal after the start of the pool."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Serves the Model Context Protocol's part of the wire: JSON-RPC 2.0 with the tools of the environment.
+"""The Model Context Protocol on the wire: JSON-RPC 2.0 with the tools of the environment.
 
 Source: docs/reference/environment.md 2.1.
 """
@@ -30,7 +30,7 @@ def rpc_error(request_id: Any, code: int, message: str, data: Mapping[str, Any] 
 
 
 def checked(request: Any, served: ServedEnvironment) -> dict[str, Any] | None:
-    """Return the answer to a request that is wrong, or that needs no session; None for what ``answered`` serves."""
+    """Return the reply to an invalid request, or to one that needs no session; None for what ``answered`` serves."""
     if not isinstance(request, Mapping):
         return rpc_error(None, INVALID_REQUEST, "a request is an object")
     request_id = request.get("id")
@@ -52,8 +52,8 @@ def checked(request: Any, served: ServedEnvironment) -> dict[str, Any] | None:
 def answered(
     request: Mapping[str, Any], served: ServedEnvironment, player: Player, step: Callable[[dict[str, Any]], Reply]
 ) -> dict[str, Any]:
-    """Answer a checked request: list the tools of the player's episode, or run a tools/call as a step of it (``step``
-    takes an action); the structured content is the whole reply of a step. Raises WireError."""
+    """Answer a checked request: list the tools of the player's episode, or play a tools/call as an action by ``step``.
+    The structured content is the whole reply of the step. Raises WireError."""
     if request["method"] == "tools/list":
         return _listed(request.get("id"), served.tools(player) or ())
     observation, reward, done = step(served.call_action(request["params"]))

@@ -1,4 +1,4 @@
-"""Runs an environment server as a child process, for benchmarks, notebooks and tests."""
+"""An environment server as a child process, for benchmarks, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _STOP_TIMEOUT_S = 12.0
 
 
 class ServerProcess:
-    """Runs ``python -m workers.env_worker`` with ``arguments`` on a free port; a context manager.
+    """``python -m workers.env_worker`` with ``arguments`` on a free port; a context manager.
 
-    ``url`` is its address, ``process`` the child. Raises RuntimeError with its output when it does not start.
+    ``url`` is its address, ``process`` the child process. Raises RuntimeError with its output when it does not start.
     """
 
     def __init__(self, *arguments: str, timeout_s: float = 60.0) -> None:
@@ -31,7 +31,7 @@ class ServerProcess:
 
     def _address(self, timeout_s: float) -> str:
         deadline = process_clock.now() + timeout_s
-        said: list[str] = []
+        lines: list[str] = []
         while True:
             try:
                 line = self._lines.get(timeout=max(0.01, deadline - process_clock.now()))
@@ -41,20 +41,20 @@ class ServerProcess:
                 self.stop()
                 raise RuntimeError(f"the environment server did not start within {timeout_s:g} s") from None
             if line is None:
-                raise RuntimeError(f"the environment server ended (code {self.process.wait()}): {''.join(said)}")
-            said.append(line)
+                raise RuntimeError(f"the environment server ended (code {self.process.wait()}): {''.join(lines)}")
+            lines.append(line)
             if " sessions at http" in line:
                 return line.rpartition(" at ")[2].strip()
 
     def output(self) -> str:
-        """Return what the server printed since it was started; call it when the server has ended."""
+        """Return the output of the server after its start; call it when the server has ended."""
         lines = []
         while (line := self._lines.get(timeout=_STOP_TIMEOUT_S)) is not None:
             lines.append(line)
         return "".join(lines)
 
     def stop(self) -> int:
-        """Send SIGTERM, and SIGKILL when that does not help. Returns the exit code; harmless when repeated."""
+        """Send SIGTERM, then SIGKILL if the server does not end in time. Returns the exit code; may be repeated."""
         self.process.terminate()
         try:
             return self.process.wait(_STOP_TIMEOUT_S)

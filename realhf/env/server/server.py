@@ -1,8 +1,7 @@
-"""Puts the parts of the environment server together and serves them over HTTP on a thread
-(docs/reference/environment.md 2).
+"""The environment server: its application, and the thread that serves it over HTTP.
 
-A stateless request builds a world, plays, and discards it. It takes a counted lease for its time and is answered 503
-with Retry-After when there is none; the other routes take no lease.
+A stateless request makes an episode, plays one action, and discards the episode. It leases a slot for that time, and
+gets 503 with Retry-After when none is free; the other routes need no slot. Source: docs/reference/environment.md 2.
 """
 
 from __future__ import annotations
@@ -47,9 +46,10 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 _MAX_BODY_BYTES = wire.MAX_FRAME_BYTES
 _MAX_TIMEOUT_S = 3600.0
+"""Largest ``timeout_s`` of a request."""
 _JSON = "application/json"
 _STATELESS_KILLED_WAIT_S = 1.0
-"""Seconds by which a request may outlast its ``timeout_s``."""
+"""Seconds that a request may take beyond its ``timeout_s``, until its worker is killed."""
 
 
 class ResetRequest(BaseModel):
@@ -75,7 +75,7 @@ def step_request(action: type[BaseModel]) -> type[BaseModel]:
 
 
 class StatelessPlayer:
-    """Runs one action on a leased slot."""
+    """Plays single actions of stateless requests, each on a leased slot."""
 
     def __init__(self, leases: SlotLeases, make_player: Callable[[Any], Player], threads: Executor) -> None:
         self._leases = leases
@@ -269,8 +269,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _leave_port(listener: socket.socket | None) -> None:
-    """Close what belongs to the server's port, in a process that an environment's code forked: the port would stay
-    taken as long as that lives, and a client would not see that its session ended."""
+    """Close the sockets of the server's port in a process that an environment has forked. Otherwise the port would stay
+    taken while that process lives, and clients would not notice the end of their sessions."""
     if listener is None or listener.fileno() < 0:
         return
     port = listener.getsockname()[1]
@@ -284,11 +284,11 @@ def _leave_port(listener: socket.socket | None) -> None:
 
 
 class _RefusalsAreNoErrors(logging.Filter):
-    """Drops the error that uvicorn 0.54 logs of each WebSocket handshake that was answered with HTTP, as a client too
-    many is (``refuse_handshake``): it takes only an accepted or a closed one for complete."""
+    """Drops an error that uvicorn 0.54 logs for each handshake that is refused with an HTTP error (see
+    ``refuse_handshake``): it regards only accepted and closed handshakes as complete."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is logged."""
+        """Return whether the record is logged."""
         return record.getMessage() != "ASGI callable returned without completing handshake."
 
 
@@ -302,8 +302,10 @@ def _log_config() -> dict[str, Any]:
 
 
 class EnvServer:
-    """Serves the application on its own thread, so that the main thread is free for signals and RPC. ``ended`` is set
-    when that thread is over."""
+    """The application on a thread of its own, so that the main thread is free for signals and RPC.
+
+    ``ended`` is set when the thread ends.
+    """
 
     def __init__(self, served: ServedEnvironment, config: ServerConfig, listener: socket.socket) -> None:
         pool = served.pool

@@ -1,7 +1,7 @@
-"""Serves ``/ws``: one WebSocket session, which owns a slot for its whole life.
+"""WebSocket sessions of ``/ws``. A session owns a slot for its whole life.
 
-Episodes run in a worker thread; the event loop only moves frames. As long as a step is quick, only its thread is
-waited for; a slow one is also watched for a client that vanished. Source: docs/reference/environment.md 2.1, 2.4.
+Episodes run in a worker thread; the event loop only moves frames. During a step that takes longer than
+``_WATCH_AFTER_S``, the session also notices a client that disconnects. Source: docs/reference/environment.md 2.1, 2.4.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 _WATCH_AFTER_S = 0.25
+"""Seconds of a step after which the session also listens for the end of the connection. To listen costs time, which
+quick steps save."""
 _GRACE_S = 1.0
+"""Seconds that a running command has to end after its client disconnected; then its worker is killed."""
 _KILL_AGAIN_S = 0.2
+"""Seconds between two attempts to kill a worker."""
 KILLED_WAIT_S = 10.0
+"""Seconds to wait for the thread of a command after its worker was killed."""
 FAILED = "environment_failed"
-"""Outcome of an episode that the environment could not go on with."""
+"""Outcome of an episode in which the environment failed."""
 _LOG = logging.getLogger(__name__)
 
 
 class _Unanswered(Exception):
-    """A simulated fault: the request gets no answer, and the connection ends unless it ``hangs``."""
+    """A simulated fault: the request gets no answer. The connection ends, unless it ``hangs``."""
 
     def __init__(self, hangs: bool) -> None:
         super().__init__()
@@ -46,7 +51,10 @@ class _Unanswered(Exception):
 
 
 class Session:
-    """Serves one accepted socket until the client, the reaper or the server ends it. ``trouble``: simulated faults."""
+    """One accepted WebSocket, until the client, an idle timeout or the server ends it.
+
+    ``faults``: the simulated faults of the session.
+    """
 
     def __init__(
         self,
@@ -56,9 +64,9 @@ class Session:
         metrics: ServerMetrics,
         config: ServerConfig,
         *,
-        trouble: SessionFaults | None = None,
+        faults: SessionFaults | None = None,
     ) -> None:
-        self._trouble = trouble
+        self._faults = faults
         self._player = player
         self._served = served
         self._threads = threads
@@ -75,20 +83,20 @@ class Session:
         self._template = ""
 
     def stop(self) -> None:
-        """End the session for the server's shutdown: now if it is idle, else after the command in flight. Call on the
-        loop."""
+        """End the session for the shutdown of the server: at once if it is idle, else after the running command. Call
+        on the event loop."""
         self._stopping = True
         if self._idle and self._task is not None:
             self._task.cancel()
 
     @property
     def unfinished(self) -> asyncio.Future[str] | None:
-        """The request whose thread does not end, although its worker was killed."""
+        """The request whose thread has not ended, although its worker was killed; None without one."""
         return None if self._in_flight is None or self._in_flight.done() else self._in_flight
 
     async def serve(self, receive: Receive, send: Send) -> tuple[int, str] | None:
-        """Answer frames until the end; returns code and reason of the close frame that is due, None when
-        the client is gone. A thread is in the slot until ``unfinished`` is done."""
+        """Answer frames until the session ends. Returns code and reason of the close frame, or None when the client has
+        disconnected. A thread uses the slot until ``unfinished`` is done."""
         self._task = asyncio.current_task()
         try:
             return await self._frames(receive, send)
@@ -128,7 +136,7 @@ class Session:
                 return None
 
     def _reap(self) -> tuple[int, str]:
-        """Count a client that has been silent for too long, and return code and reason of its close frame."""
+        """Count and log a client that was silent for too long; return code and reason of its close frame."""
         if self._has_spoken:
             self._metrics.sessions_reaped.inc()
             option = self._named("idle_timeout_s")
@@ -140,7 +148,7 @@ class Session:
         return 1001, "no first message"
 
     async def _fail(self, send: Send) -> tuple[int, str] | None:
-        """Report a failure that is no answer to a request to the client, and end the session."""
+        """Tell the client about a failure of the session itself, and end the session."""
         _LOG.exception("a session failed")
         self._metrics.errors.labels(wire.SESSION_ERROR).inc()
         error = WireError(wire.SESSION_ERROR, "the session failed and is closed; open another one")
@@ -172,19 +180,19 @@ class Session:
             request_id = request.request_id
             if request.kind == "close":
                 return None
-            if request.kind == "step" and self._trouble is not None:
-                await self._meet_trouble(self._trouble)
+            if request.kind == "step" and self._faults is not None:
+                await self._apply_faults(self._faults)
             return await self._off_loop(request, receive)
         except WireError as error:
             error.request_id = error.request_id if error.request_id is not None else request_id
             self._metrics.errors.labels(error.code).inc()
             return wire.encode_error(error)
 
-    async def _meet_trouble(self, trouble: SessionFaults) -> None:
-        """Apply the simulated trouble: the step is late, or is not executed at all. Raises WireError or _Unanswered."""
-        if trouble.latency_s:
-            await asyncio.sleep(trouble.latency_s)
-        fault = trouble.draw()
+    async def _apply_faults(self, faults: SessionFaults) -> None:
+        """Apply the simulated faults: the step is delayed, or not executed. Raises WireError or _Unanswered."""
+        if faults.latency_s:
+            await asyncio.sleep(faults.latency_s)
+        fault = faults.draw()
         if fault is None:
             return
         self._metrics.injected_faults.labels(fault).inc()
@@ -208,7 +216,7 @@ class Session:
         return work.result()
 
     async def _watch(self, work: asyncio.Future[str], receive: Receive) -> None:
-        """Wait for a slow command, and look out for the client's end meanwhile."""
+        """Wait for a slow command, and for the end of the connection at the same time."""
         self._receiving = asyncio.ensure_future(receive())
         await asyncio.wait((work, self._receiving), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -219,7 +227,7 @@ class Session:
             await asyncio.wait((work,))
 
     async def _finish_or_kill(self, work: asyncio.Future[str]) -> None:
-        """Wait a moment for the command to end, else kill it: nobody waits for the answer any more."""
+        """Give the command ``_GRACE_S`` to end, then kill it: its client is gone."""
         done, _ = await asyncio.wait((work,), timeout=_GRACE_S)
         if not done:
             await kill_until_done(work, self._kill, KILLED_WAIT_S)
@@ -229,7 +237,7 @@ class Session:
         self._player.kill()
 
     def _work(self, request: Request) -> str:
-        """Run the request, in the worker thread, and encode its reply. Raises WireError."""
+        """Run the request in the worker thread, and encode its reply. Raises WireError."""
         began = time.perf_counter()
         if request.kind == "state":
             return wire.encode_reply("state", self._player.state(), request.request_id)
@@ -265,8 +273,8 @@ class Session:
 
 
 async def kill_until_done(work: asyncio.Future[Any], kill: Callable[[], None], limit_s: float) -> None:
-    """Kill until the thread is back: the executor may try a killed command once more. After ``limit_s`` something else
-    must keep the thread; then it is still in its slot when this returns."""
+    """Kill the worker of a command until its thread ends: the executor may retry a killed command once. If the thread
+    does not end within ``limit_s``, it still uses its slot when this function returns."""
     deadline = process_clock.now() + limit_s
     while not work.done():
         if process_clock.now() > deadline:
@@ -277,11 +285,13 @@ async def kill_until_done(work: asyncio.Future[Any], kill: Callable[[], None], l
 
 
 _STOP_SESSIONS_S = 5.0
+"""Seconds that open sessions have to end when the server stops."""
 _STOP_RELEASES_S = 2.0
+"""Seconds to wait for the cleaning of their slots after that."""
 
 
 class SessionEndpoint:
-    """Is the ASGI application of ``/ws``."""
+    """The ASGI application of ``/ws``."""
 
     def __init__(
         self,
@@ -302,8 +312,8 @@ class SessionEndpoint:
         self._sessions: set[Session] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take a lease, accept the handshake and serve a session; without token or free slot the handshake is
-        refused."""
+        """Lease a slot, accept the handshake and serve a session. Refuses the handshake without the token, or without a
+        free slot."""
         await receive()
         if refusal := self._check_token(scope):
             await refuse_handshake(scope, send, refusal.status, {"code": refusal.code, "message": refusal.detail})
@@ -332,7 +342,7 @@ class SessionEndpoint:
             self._threads,
             self._metrics,
             self._config,
-            trouble=self._injected.session() if self._injected else None,
+            faults=self._injected.session() if self._injected else None,
         )
 
     async def _serve(self, session: Session, slot: Any, receive: Receive, send: Send) -> None:
@@ -351,7 +361,7 @@ class SessionEndpoint:
             await send({"type": "websocket.close", "code": close[0], "reason": close[1]})
 
     async def stop(self) -> None:
-        """Refuse new sessions, end the open ones with 1001, wait until their slots are back."""
+        """Refuse new sessions, end the open ones with 1001, and wait until their slots are cleaned."""
         self._leases.close()
         for session in list(self._sessions):
             session.stop()
@@ -361,7 +371,7 @@ class SessionEndpoint:
         await self._leases.returned(_STOP_RELEASES_S)
 
     def _no_session(self, error: Exception) -> dict[str, Any]:
-        """Count and log that an environment could not be made; returns what its client is told."""
+        """Count and log that an environment could not be made; return the error body for its client."""
         name = getattr(self._make_player, "__name__", type(self._make_player).__name__)
         _LOG.error("no environment for a new session (%s)", name, exc_info=error)
         self._metrics.errors.labels(wire.FACTORY_ERROR).inc()

@@ -1,6 +1,6 @@
-"""Speaks the OpenEnv wire: JSON text frames, one reply per request, in order.
+"""The OpenEnv wire: JSON text frames, one reply per request, in order.
 
-Requests are checked by hand (a few microseconds). What a reset and an action hold is the environment's business.
+Requests are checked by hand, in a few microseconds. The environment checks the data of resets and actions.
 Source: docs/reference/environment.md 2.1.
 """
 
@@ -22,9 +22,11 @@ SESSION_ERROR = "SESSION_ERROR"
 UNAVAILABLE = "UNAVAILABLE"
 
 MAX_FRAME_BYTES = 1 << 20
+"""Largest frame, and largest body over HTTP."""
 MAX_NAME_CHARS = 255
 """Longest id of an episode, a task or a request."""
 MAX_NUMBER = (1 << 63) - 1
+"""Largest absolute value of an integer."""
 
 _ALLOWED_KEYS = {
     "reset": frozenset({"type", "data", "id"}),
@@ -34,13 +36,16 @@ _ALLOWED_KEYS = {
     "close": frozenset({"type", "id"}),
 }
 Check = Callable[[Any], dict[str, Any]]
-"""Returns the data of a request once they are checked, or raises WireError."""
+"""A function that returns the checked data of a request, or raises WireError."""
 
 
 class WireError(Exception):
-    """A request cannot be served. ``code`` is one of the codes above; ``errors`` lists field problems; ``retryable``:
-    nothing was executed, and the same request may be sent again; ``kind`` is how the environment failed, one of
-    ``realhf.api.environment.FAILURE_KINDS``, where it says so."""
+    """A request that cannot be served.
+
+    ``code``: one of the codes above. ``errors``: the invalid fields. ``retryable``: nothing was executed, and the same
+    request may be sent again. ``kind``: how the environment failed, one of ``realhf.api.environment.FAILURE_KINDS``, or
+    "".
+    """
 
     def __init__(
         self,
@@ -63,11 +68,14 @@ class WireError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A checked request. ``kind``: reset, step, state, mcp or close; ``data``: its payload, {} where it has none."""
+    """A checked request."""
 
     kind: str
+    """reset, step, state, mcp or close."""
     data: dict[str, Any]
+    """Payload; {} for a request without one."""
     request_id: str | int | None = None
+    """Id that the reply repeats."""
 
 
 def _reject_constant(name: str) -> None:
@@ -79,8 +87,8 @@ _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def parse_request(text: str, check_reset: Check, check_action: Check) -> Request:
-    """Parse the request in a text frame; the two functions check the data of a reset and of a step. Raises WireError;
-    the session goes on after one."""
+    """Parse the request in a text frame; the two functions check the data of a reset and of a step. Raises WireError,
+    after which the session continues."""
     try:
         message = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -125,7 +133,7 @@ def _request_id(message: dict[str, Any]) -> str | int | None:
 
 
 def size_problem(value: Any) -> str:
-    """Say what is wrong with the size of a text or number that names something; "" when nothing is."""
+    """Return why a text or number that names something is too large or not encodable; "" for a valid one."""
     if isinstance(value, str):
         if len(value) > MAX_NAME_CHARS:
             return f"is longer than {MAX_NAME_CHARS} characters"
@@ -137,7 +145,7 @@ def size_problem(value: Any) -> str:
 
 
 def checked_object(data: Any, needed: str) -> dict[str, Any]:
-    """Return ``data`` if it is an object. Raises WireError with the text ``needed``."""
+    """Return ``data`` if it is an object. Raises WireError with the text ``needed`` otherwise."""
     if not isinstance(data, dict):
         raise WireError(VALIDATION_ERROR, needed, field="data")
     return data
@@ -186,7 +194,7 @@ def encode_observation(
 
 
 def finite(reward: float | None) -> float | None:
-    """Return the reward, or None where JSON has no word for it."""
+    """Return the reward, or None for one that is not finite, which JSON cannot express."""
     return reward if reward is not None and math.isfinite(reward) else None
 
 

@@ -1,4 +1,4 @@
-"""Implements ``run-api``: the trajectory server as a command, with the flags of the original and more.
+"""The command ``run-api``: the trajectory server, with the flags of the original server and more.
 
 ``python -m realhf.trajectory`` is the same.
 """
@@ -60,14 +60,13 @@ def serve(config: TrajectoryConfig) -> int:
     server = uvicorn.Server(uvicorn_config(config, create_app(config)))
     try:
         server.run()
-    except SystemExit:  # it has said why it did not come up
+    except SystemExit:  # uvicorn has logged why it did not start
         return 2
     return 0 if server.started else 2
 
 
 def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
-    """Return the uvicorn settings that every program of this project runs the app with; warn of a server that others
-    reach and may overhear."""
+    """Return the uvicorn settings of the server; warn of one that other machines reach without TLS."""
     import uvicorn
 
     if warning := in_the_clear(config.host, config.tls_cert, config.tls_names):
@@ -86,14 +85,14 @@ def uvicorn_config(config: TrajectoryConfig, app: Any) -> uvicorn.Config:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Make the parser of ``run-api``."""
+    """Return the parser of ``run-api``."""
     parser = argparse.ArgumentParser(
         prog="run-api",
         description="Serve the Atropos Trajectory Handler API: environments push scored groups, trainers pull batches, "
         "nothing is lost. Every setting is also a variable, named in brackets; a flag wins over it.",
     )
     parser.add_argument("--version", action="version", version=f"run-api {realhf.__version__}")
-    parser.add_argument("--reload", action="store_true", help="start anew when the code changes (development)")
+    parser.add_argument("--reload", action="store_true", help="restart when the code changes (development)")
     TrajectoryConfig.add_arguments(parser.add_argument_group("settings"))
     return parser
 

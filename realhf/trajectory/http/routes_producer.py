@@ -1,4 +1,4 @@
-"""Serves the endpoints of rollout handlers: register, poll, push.
+"""The endpoints of rollout handlers: register, poll, push.
 
 Source: docs/reference/trajectory.md 2.4 to 2.7.
 """
@@ -22,12 +22,12 @@ from realhf.web.refusal import Refusal
 
 
 def router(service: Service) -> APIRouter:
-    """Make the producer's endpoints over one service."""
+    """Return the producer's endpoints of one service."""
     routes, engine = APIRouter(tags=["environments"]), service.engine
 
     @routes.post("/register-env")
     async def register_env(env: RegisterEnv, request: Request) -> Response:
-        """Take part as a rollout handler; wait until the trainer has asked for its first batch."""
+        """Register a rollout handler. It starts when the trainer has asked for its first batch."""
         await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
         key, fingerprint = idempotency(request, request.scope.get(BODY, b""))
         (body, headers), _ = await engine.write(
@@ -37,13 +37,13 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/disconnect-env")
     async def disconnect_env(env: EnvIdentifier) -> Response:
-        """Leave; what was pushed stays servable."""
+        """Unregister a rollout handler; its groups stay servable."""
         return answer(await engine.write(registry.disconnect_env, env.env_id))
 
     @routes.get("/status-env", openapi_extra=_STATUS_ENV)
     @routes.post("/status-env", openapi_extra=_STATUS_ENV, operation_id="status_env_post")
     async def status_env(request: Request) -> Response:
-        """Return numbers to pace by. The id comes as a JSON body or as ``?env_id=``."""
+        """Return the numbers that a rollout handler paces itself by. The id is a JSON body or ``?env_id=``."""
         with service.metrics.timed("status-env"):
             env_id = _env_id(request)
             await engine.read(registry.check_epoch, request.headers.get("x-epoch"))
@@ -111,7 +111,7 @@ async def _push(service: Service, request: Request, *, listed: bool) -> Response
 
 
 def _versioned(groups: list[Incoming], version: int | None) -> list[Incoming]:
-    """Give groups without a version that of the header."""
+    """Return the groups, with the version of the header where a group has none."""
     if version is None:
         return groups
     return [

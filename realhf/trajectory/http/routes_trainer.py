@@ -1,9 +1,9 @@
-"""Serves the endpoints of trainers: register, pull, acknowledge; reports whether a batch was sent or lost.
+"""The endpoints of trainers: register, pull, acknowledge; and the report whether a batch was sent or lost.
 
 Source: docs/reference/trajectory.md 2.3, 2.8, 3.9, 3.10.
 
 The report is queued right before the last, empty piece, when everything else has left the process. So the client cannot
-ask again before the report counts, and a kill before it means that the batch is given again.
+ask again before the report counts, and after a kill before it, the batch is delivered again.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /
 
 
 def router(service: Service) -> APIRouter:
-    """Make the trainer's endpoints over one service."""
+    """Return the trainer's endpoints of one service."""
     routes, engine = APIRouter(tags=["trainers"]), service.engine
 
     @routes.post("/register")
     async def register(registration: Registration, request: Request) -> Response:
-        """Begin a run, or continue the one of the same group, project and batch size. Any other one is replaced.
-        ``X-Join: 1`` joins whatever run there is, ``X-Reset: 1`` begins anew in any case."""
+        """Start a run, or continue the one of the same group, project and batch size. Another run is replaced.
+        ``X-Join: 1`` joins any run, ``X-Reset: 1`` always starts a new one."""
         key, fingerprint = idempotency(request, request.scope.get(BODY, b""))
         join, anew = (request.headers.get(name) == "1" for name in ("x-join", "x-reset"))
         if join and anew:
@@ -80,22 +80,22 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/batch/ack")
     async def ack(lease: Lease) -> Response:
-        """Delete a consumed batch for good. 404 unknown, 409 redelivered to another trainer."""
+        """Delete a consumed batch for good. 404: unknown; 409: delivered to another trainer in the meantime."""
         return answer(await engine.write(delivery.ack, lease.lease_id))
 
     @routes.post("/batch/nack")
     async def nack(lease: Lease) -> Response:
-        """Give a batch back; the next puller gets it."""
+        """Return a batch; the next trainer that pulls gets it."""
         return answer(await engine.write(delivery.nack, lease.lease_id))
 
     @routes.post("/batch/renew")
     async def renew(lease: Lease) -> Response:
-        """Hold a batch for another lease timeout."""
+        """Extend the lease of a batch by another timeout."""
         return answer(await engine.write(delivery.renew, lease.lease_id))
 
     @routes.post("/policy_version")
     async def policy_version(policy: PolicyVersion) -> Response:
-        """Set the version of the weights that rollouts are made with."""
+        """Set the version of the weights that rollouts use."""
         return answer(await engine.write(registry.set_policy_version, policy.version))
 
     return routes
@@ -106,7 +106,7 @@ def _name(request: Request) -> str | None:
 
 
 def _identity(request: Request) -> str:
-    """Return the name that the leases of a client belong to."""
+    """Return the name of the client, which owns its leases."""
     cookie, peer = cookie_name(request), request.client.host if request.client else "unknown"
     return _name(request) or (f"cookie {cookie}" if cookie else f"peer {peer}")
 
@@ -121,7 +121,7 @@ def _pull_request(request: Request) -> PullRequest:
 
 
 async def _respond(service: Service, request: Request, batch: LeasedBatch) -> BatchResponse:
-    """Read and encode a leased batch; any failure before it is out gives the batch back."""
+    """Read and encode a leased batch; a failure before it is sent returns the batch."""
     msgpack, coding = _accepted(request)
     try:
         payloads = [group.payload for group in batch.groups]
@@ -156,7 +156,7 @@ async def _respond(service: Service, request: Request, batch: LeasedBatch) -> Ba
 
 
 def _accepted(request: Request) -> tuple[bool, str]:
-    """Return whether the client wants MessagePack, and the coding that it reads."""
+    """Return whether the client accepts MessagePack, and the content coding that it accepts."""
     codings, msgpack = request.headers.get("accept-encoding", "").lower(), accepts_msgpack(request)
     if msgpack and "zstd" in codings:
         return True, "zstd"
@@ -164,11 +164,11 @@ def _accepted(request: Request) -> tuple[bool, str]:
 
 
 _LEAST_BYTES = 64 << 10
-"""Number of bytes that are collected before they are sent together."""
+"""Bytes that are collected before they are sent together."""
 
 
 class BatchResponse(Response):
-    """Is an ASGI response. ``report(sent)`` is called exactly once, and must only queue its work."""
+    """The ASGI response of a batch. ``report(sent)`` is called exactly once, and must only queue its work."""
 
     def __init__(
         self, pieces: Sequence[bytes | memoryview], headers: Mapping[str, str], report: Callable[[bool], None]

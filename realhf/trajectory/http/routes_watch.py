@@ -1,4 +1,4 @@
-"""Serves the endpoints to watch and maintain the server.
+"""The endpoints to monitor and maintain the server.
 
 Source: docs/reference/trajectory.md 2.2, 2.9, 3.5, 3.7, 3.11.
 """
@@ -25,12 +25,12 @@ _NO_EXAMPLE = (
 
 
 def router(service: Service) -> APIRouter:
-    """Make the endpoints that any token may read, and those of the administrator."""
+    """Return the endpoints that any token may read, and those of the administrator."""
     routes, engine = APIRouter(tags=["server"]), service.engine
 
     @routes.get("/")
     async def root() -> dict[str, str]:
-        """Return the original's greeting, by which clients recognise the server."""
+        """Return the greeting of the original server, by which clients recognise it."""
         return {"message": "AtroposLib API"}
 
     for view in (views.wandb_info, views.info, views.status, views.envs, views.buffers, views.leases):
@@ -45,12 +45,12 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/quarantine/requeue")
     async def requeue(request: Requeue) -> Response:
-        """Move groups back to the tail of the queue, where that is possible now."""
+        """Move groups back to the tail of the queue if they fit now."""
         return answer(await engine.write(quarantine.requeue, request.ids))
 
     @routes.delete("/quarantine")
     async def clear_quarantine() -> Response:
-        """Delete what is in quarantine."""
+        """Delete all groups in quarantine."""
         return answer(await engine.write(quarantine.clear))
 
     @routes.get("/latest_example")
@@ -68,7 +68,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/reset_data")
     async def reset_data(request: Request) -> Response:
-        """Forget everything and begin a new epoch."""
+        """Delete the whole state and begin a new epoch."""
         if not may_reset(service, request):
             raise Refusal(403, "resets are off" if service.config.resets == "off" else "a reset needs the admin token")
         await engine.write(registry.reset)

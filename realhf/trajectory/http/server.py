@@ -1,7 +1,7 @@
-"""Builds the application: middlewares, routes, errors; sets up the process and its connections.
+"""The application of the trajectory server: middlewares, routes, errors, the settings of process and connections.
 
-uvicorn lets up to 64 KiB wait in the process. A batch counts as sent only when none of it waits there: after a kill the
-trainer must have it whole, or be given it again.
+uvicorn buffers up to 64 KiB of an answer in the process. A batch counts as sent only when none of it is buffered: after
+a kill the trainer must have received it whole, or must get it again.
 
 ``uvicorn realhf.trajectory.http.server:app`` serves it with the settings of the environment variables. Source:
 docs/reference/trajectory.md 1.1, 2.1.
@@ -43,13 +43,13 @@ from realhf.web.refusal import Refusal
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
 KEPT_BYTES = 64 << 20
-"""How much free memory at the end of the heap stays with the process."""
+"""Bytes of free memory at the end of the heap that the process keeps."""
 _HEAP_BYTES = 16 << 20
 """Size below which buffers come from the heap; larger ones come straight from the kernel."""
 
 
 def keep_buffers() -> bool:
-    """Keep freed buffers of this process from now on. Returns False where the C library has no such setting."""
+    """Let the process keep freed buffers. Returns False if the C library has no such setting."""
     try:
         tune = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
@@ -58,12 +58,15 @@ def keep_buffers() -> bool:
 
 
 _LOOK_S = 0.002
+"""Seconds between two looks at the buffers of a TLS connection."""
 
 
 def drained_send(send: Send) -> Send | None:
-    """Return ``send`` such that every call first waits until all earlier writes of the connection have left the
-    process, and raises ConnectionResetError where the client went away before. None where the ASGI server does not show
-    its transport as uvicorn does; under TLS uvloop's is hidden."""
+    """Return a ``send`` that first waits until all earlier writes of the connection have left the process.
+
+    It raises ConnectionResetError if the client has disconnected. None: the ASGI server does not show its transport as
+    uvicorn does; uvloop hides that of TLS.
+    """
     transport: Any = getattr(getattr(send, "__self__", None), "transport", None)
     if getattr(transport, "set_write_buffer_limits", None) is None:
         return None
@@ -75,13 +78,13 @@ def drained_send(send: Send) -> Send | None:
 
 
 def _through_tls(send: Send, transport: Any, below: Any) -> Send:
-    """Look at both buffers: what is not encrypted yet, and what is encrypted and waits for the kernel, of which asyncio
-    tells nobody."""
+    """Poll both buffers of a TLS connection: the plain bytes, and the encrypted bytes that wait for the kernel. asyncio
+    has no event for the second."""
 
     async def drained(message: Message) -> None:
         while not below.is_closing() and (transport.get_write_buffer_size() or below.get_write_buffer_size()):
             await asyncio.sleep(_LOOK_S)
-        if below.is_closing():  # what waited was dropped, and uvicorn hears of it a little later
+        if below.is_closing():  # the buffer was dropped; uvicorn is notified a little later
             raise ConnectionResetError("the client has gone away")
         await send(message)
 
@@ -89,7 +92,7 @@ def _through_tls(send: Send, transport: Any, below: Any) -> Send:
 
 
 class EpochMiddleware:
-    """Adds to every response the epoch in which it was made; a batch itself says in which it was formed."""
+    """Adds the current epoch to every response; a batch already has the epoch in which it was formed."""
 
     def __init__(self, app: ASGIApp, epoch: Callable[[], int]) -> None:
         self._app = app
@@ -109,7 +112,7 @@ class EpochMiddleware:
 
 
 class CompressMiddleware:
-    """Compresses answers from 1000 bytes on with gzip; batches bring their own compression."""
+    """Compresses answers of 1000 bytes or more with gzip; batches are compressed already."""
 
     def __init__(self, app: ASGIApp, level: int) -> None:
         self._app = app
@@ -123,34 +126,34 @@ class CompressMiddleware:
 
 logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.001
-"""How long a thread that encodes rows may hold the interpreter before the event loop gets its turn, in seconds."""
+"""Seconds that a thread that encodes rows may hold the interpreter before the event loop runs."""
 
 
 class TrajectoryApp(FastAPI):
-    """Is the application, under any ASGI server: it sets up on each connection what it needs there."""
+    """The application; it adapts each connection under any ASGI server."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request; batches are written so that a send counts only when the kernel has it."""
+        """Serve a request. A send of a batch returns only when the kernel has the bytes."""
         if scope["type"] == "http" and scope["path"].endswith("/batch"):
             drained = drained_send(send)
             scope[DRAINED], send = drained is not None, drained or send
         with suppress(ConnectionResetError):
             await super().__call__(
-                scope, receive, self._told_in_one_line(send) if scope["type"] == "lifespan" else send
+                scope, receive, self._without_traceback(send) if scope["type"] == "lifespan" else send
             )
 
-    def _told_in_one_line(self, send: Send) -> Send:
-        """Leave the traceback out where the store does not open: its error names the cause."""
+    def _without_traceback(self, send: Send) -> Send:
+        """Replace the traceback by one line when the store does not open: its error names the cause."""
 
-        async def told(message: Message) -> None:
+        async def send_short(message: Message) -> None:
             if message["type"] == "lifespan.startup.failed" and self.state.start_failure:
                 message = {**message, "message": self.state.start_failure}
             await send(message)
 
-        return told
+        return send_short
 
     def openapi(self) -> dict[str, Any]:
-        """Return the description of the API; where tokens are used, its page can be given one."""
+        """Return the OpenAPI schema; with tokens, ``/docs`` has a field for one."""
         if self.openapi_schema is None and self.state.tokens_required:
             schema = super().openapi()
             schema.setdefault("components", {})["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
@@ -159,7 +162,7 @@ class TrajectoryApp(FastAPI):
 
 
 def create_app(config: TrajectoryConfig) -> FastAPI:
-    """Make the server of one configuration; the store is opened when it starts. Raises SettingError."""
+    """Return the application of one configuration; its store opens at the start. Raises SettingError."""
     service = Service(config)
 
     @asynccontextmanager
@@ -174,7 +177,7 @@ def create_app(config: TrajectoryConfig) -> FastAPI:
             except StoreFailure as error:
                 app.state.start_failure = f"the store does not open: --store {error}"
                 raise
-            gc.freeze()  # a full collection through all imported modules makes every request wait 30 ms and more
+            gc.freeze()  # else a full collection scans all imported modules, and delays requests by 30 ms and more
             yield
         finally:
             gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Holds the parts of one server process, its metrics, the bodies of requests, and the helpers that all routes share.
+"""The service behind the routes: state engine, parser process, metrics, models of request bodies, shared helpers.
 
 Source: docs/reference/trajectory.md 2.3 to 2.6, 3.2, 3.9 to 3.11.
 """
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Holds engine, parser process and metrics of one configuration."""
+    """Engine, parser process and metrics of one configuration."""
 
     def __init__(self, config: TrajectoryConfig) -> None:
         self.config = config
@@ -65,7 +65,7 @@ class Service:
         )
 
     async def close(self) -> None:
-        """Stop the work beside the requests, then close the engine and the parser process."""
+        """Stop background work, then close the engine and the parser process."""
         self.ready = False
         if self._watch is not None:
             self._watch.cancel()
@@ -73,7 +73,7 @@ class Service:
         await self.offload.close()
 
     async def latest(self) -> tuple[GroupRecord, bytes] | None:
-        """Return the latest example and its bytes, or None if there is none, or none any more."""
+        """Return the latest group and its bytes; None if there is none, or its bytes are lost."""
         tried = None
         while (group := await self.engine.read(views.latest)) is not None and group.payload != tried:
             tried = group.payload
@@ -86,7 +86,7 @@ class Service:
 
 
 def answer(body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Response:
-    """Make a JSON answer."""
+    """Return a JSON answer."""
     return Response(registry.encode_body(dict(body)), 200, dict(headers or {}), "application/json")
 
 
@@ -97,7 +97,7 @@ def accepts_msgpack(request: Request) -> bool:
 
 
 def may_reset(service: Service, request: Request) -> bool:
-    """Return whether the client may end the run that is going on."""
+    """Return whether the client may end the current run."""
     resets = service.config.resets
     return resets == "open" or (resets == "token" and Role.ADMIN in request.scope[ROLES])
 
@@ -138,11 +138,11 @@ def _encodable(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_encodable)]
-"""Text that can be encoded. JSON may contain half of a surrogate pair, which no answer and no store could hold."""
+"""Text that can be encoded. JSON may contain half of a surrogate pair, which no answer and no store can hold."""
 
 
 class Registration(BaseModel):
-    """Describes a trainer and its run. ``batch_size`` in sequences, lengths in tokens."""
+    """A trainer and its run. ``batch_size`` in sequences, lengths in tokens."""
 
     wandb_group: Text
     wandb_project: Text
@@ -157,7 +157,7 @@ class Registration(BaseModel):
 
 
 class RegisterEnv(BaseModel):
-    """Describes a rollout handler. ``group_size`` in sequences; ``min_batch_allocation``: fraction of every batch."""
+    """A rollout handler. ``group_size`` in sequences; ``min_batch_allocation``: fraction of every batch."""
 
     max_token_length: Int64
     desired_name: Text
@@ -167,25 +167,25 @@ class RegisterEnv(BaseModel):
 
 
 class EnvIdentifier(BaseModel):
-    """Names a registered environment."""
+    """The id of a registered environment."""
 
     env_id: Int64
 
 
 class PolicyVersion(BaseModel):
-    """Gives the version of the weights that rollouts are made with from now on."""
+    """The version of the weights that rollouts use from now on."""
 
     version: Int64
 
 
 class Lease(BaseModel):
-    """Names a batch by its X-Lease-Id."""
+    """A batch by its X-Lease-Id."""
 
     lease_id: Text
 
 
 class Requeue(BaseModel):
-    """Names groups to move from quarantine to the tail of the queue."""
+    """Groups to move from quarantine to the tail of the queue."""
 
     ids: list[Int64]
 
@@ -197,11 +197,11 @@ _COUNTERS = (
     "pushed_groups", "pushed_sequences", "formed", "redelivered", "acked", "nacked", "responses_lost", "refused_full",
     "replayed", "resets", "continued", "store_losses", "replays_forgotten_early",
 )  # fmt: skip
-"""Events that the state counts, each a metric."""
+"""Counters of the state, each a metric."""
 
 
 class Metrics(Collector):
-    """Holds latency histograms by request kind and event-loop lag, and reads the others off the engine's state."""
+    """Metrics: latency by kind of request and event-loop lag, and values read from the engine's state."""
 
     def __init__(self, engine: Engine, bodies: BodyBudget) -> None:
         self._engine, self._bodies, self._process = engine, bodies, psutil.Process()
@@ -255,7 +255,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics of the state as it is now."""
+        """Yield all metrics of the current state."""
         state, counters = self._engine.state, self._engine.state.counters
         buffered = {env_id: len(held) for env_id, held in state.buffers.items()}
         yield self._by_env("queue_groups", "groups queued", state.queue.env_groups())
@@ -283,7 +283,7 @@ class Metrics(Collector):
         yield _labelled(CounterMetricFamily, "null_batches", "pulls without a batch", "reason", nulls)
 
     def _by_env(self, name: str, about: str, values: Mapping[int | None, int]) -> Metric:
-        """Sum values by the name of the environment; "none" stands for groups of no known one."""
+        """Sum values by the name of the environment; "none" stands for groups of an unknown one."""
         envs, by_name = self._engine.state.envs, Tally[str]()
         for env_id, value in values.items():
             by_name[envs[env_id].name if env_id in envs else "none"] += value

@@ -1,4 +1,4 @@
-"""Serves a page to watch the server: static files, and the data that it asks for once a second."""
+"""The status page: static files, and the data that it requests once a second."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _static(file: Traversable) -> Callable[[], Awaitable[Response]]:
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> Any:
-    """Load a tokenizer, when it is first needed. Raises ValueError where it cannot be loaded."""
+    """Load a tokenizer on first use. Raises ValueError if it cannot be loaded."""
     from tokenizers import Tokenizer
 
     folder = Path(name).expanduser()
@@ -98,7 +98,7 @@ def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
 
 
 async def _example(latest: tuple[GroupRecord, bytes] | None, tokenizer: str) -> dict[str, Any] | None:
-    """Summarise the latest group: scores, lengths, and texts where a tokenizer was configured."""
+    """Summarise the latest group: scores, lengths, and texts if a tokenizer is configured."""
     if latest is None:
         return None
     group, data = latest
