@@ -16,8 +16,8 @@ from pathlib import Path
 import realhf
 from realhf.base.text import printable
 from realhf.cluster.cluster_keys import HostKeys, add_hosts, make_keys
-from realhf.cluster.messages import Order
-from realhf.cluster.operator import asked
+from realhf.cluster.messages import OperatorOrder
+from realhf.cluster.operator import ask_launcher
 from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.placement import LAUNCHER
 from realhf.transport.errors import NetworkError, TransportError
@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         order = None
         if given.command != "status":
             more = getattr(given, "kind", ""), getattr(given, "count", 0), getattr(given, "new_keys", False)
-            order = Order(given.host, *more)
-        report = asked(given.join, given.key_file, given.command, order)
+            order = OperatorOrder(given.host, *more)
+        report = ask_launcher(given.join, given.key_file, given.command, order)
     except (TransportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,8 @@
-"""Runs on a host for a launcher elsewhere: registers, starts workers when asked, watches them and reports their ends.
+"""Host agent: registers a host with a launcher elsewhere, starts and watches workers, and reports their ends.
 
-One thread does everything. Workers end with the agent, when the launcher says so, and when it has been silent for as
-long as its welcome says; then the agent registers again, as often as it takes, for ``patience_s``.
+The agent has one thread. Workers end with the agent, when the launcher requests it, and when the
+launcher has been silent for the time that its welcome states; then the agent tries to register again for
+``patience_s``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import zmq
 
 from realhf.base import process_clock
 from realhf.cluster.cluster_keys import HostKey
-from realhf.cluster.file_transfer import HeldKeys, keep
+from realhf.cluster.file_transfer import KeyFiles, keep
 from realhf.cluster.messages import (
     LINE_CHARACTERS,
     OF_LAUNCHER,
@@ -29,19 +30,19 @@ from realhf.cluster.messages import (
     EndWorker,
     Exited,
     FilePiece,
+    HelloRefusal,
     KillWorker,
     Lines,
     Message,
     NotStarted,
     Probe,
-    Probed,
-    Refused,
+    ProbeAnswer,
     StartWorker,
     Welcome,
-    packed,
-    unpacked,
+    pack_message,
+    unpack_message,
 )
-from realhf.cluster.own_host import describe, fingerprint
+from realhf.cluster.own_host import describe_host, fingerprint
 from realhf.cluster.placement import ClusterError
 from realhf.scheduler.base import WorkerEvent, WorkerExit, WorkerLine, WorkerSpec
 from realhf.scheduler.local import LocalScheduler, PreparedWorkers
@@ -53,23 +54,25 @@ from realhf.transport.network import connect_encrypted
 from realhf.transport.sockets import REACHED_WITHIN_S, HandshakeWatch, dealer, describe_unreached, own_versions
 
 MARK = ".realhf-host"
-"""A file in each agent's folder, which the agent that uses it keeps locked."""
+"""File in each agent's folder, which the agent that uses the folder keeps locked."""
 PREFIX = "realhf-agent-"
-"""How the name of a temporary folder of an agent begins."""
+"""Prefix of the names of agents' temporary folders."""
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What file systems say that have no locks."""
+"""Errors of file systems without locks."""
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def temporary() -> Iterator[Path]:
-    """Make a folder for an agent among the temporary files of its host, and remove it after the block, with those of
-    agents that were killed. Raises OSError."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+def create_temporary_folder() -> Iterator[Path]:
+    """Create a temporary folder for an agent, and remove it after the block.
+
+    Folders of agents that were killed are removed first. Raises OSError.
+    """
+    for old_folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ClusterError):
-            if left.stat().st_uid == os.geteuid() and (left / MARK).exists():
-                with held(left):
-                    shutil.rmtree(left)
+            if old_folder.stat().st_uid == os.geteuid() and (old_folder / MARK).exists():
+                with lock_folder(old_folder):
+                    shutil.rmtree(old_folder)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
         yield folder
@@ -78,10 +81,12 @@ def temporary() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Make a private folder where there is none, and keep others from using it within the block. Keys that a run
-    brings are removed from it, so it must be an agent's. Raises ClusterError naming it when it holds anything else, or
-    another agent uses it, and OSError."""
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Create a private folder if it does not exist, and lock it for this agent within the block.
+
+    The agent removes files from the folder, so it must be an agent's own. Raises ClusterError if it
+    contains other files or another agent uses it, and OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     mark = folder / MARK
     if not mark.exists() and any(folder.iterdir()):
@@ -105,12 +110,15 @@ def held(folder: Path) -> Iterator[None]:
 
 
 GRACE_S = 3.0
-"""How long workers may unwind when the agent itself has to end them."""
+"""Seconds between SIGTERM and SIGKILL when the agent itself ends its workers."""
 HELLO_S = 0.5
-LOOK_S = 0.2
+"""Seconds between two hellos."""
+POLL_S = 0.2
+"""Seconds that the agent waits for messages or ends of workers before its other work."""
 TOKEN_BYTES = 256
-LONGEST_S = 60.0
-"""No launcher may ask an agent to be this patient with silence, or to say nothing for so long."""
+"""Maximum size of a probe's token."""
+MAX_SILENCE_S = 60.0
+"""Upper limit of the times that a launcher's welcome and requests set: silence, heartbeats, grace."""
 PREPARED = (
     "workers.rollout_worker",
     "workers.generation_worker",
@@ -118,19 +126,20 @@ PREPARED = (
     "transformers.generation.utils",
     "transformers.modeling_utils",
 )
-"""What most workers of a host import, and what they would import when they read a tokenizer or a model."""
+"""Modules that most workers import at once, or when they load a tokenizer or a model."""
 
 
-class Dismissed(Exception):
-    """Is raised inside when the launcher sends the agent away for good."""
+class HostDismissed(Exception):
+    """The launcher has removed this host for good."""
 
 
 class HostAgent:
-    """Serves the launcher at ``launcher`` (tcp://HOST:PORT) as the host ``name``, whose key it has.
+    """Agent of the host ``name`` for the launcher at ``launcher`` (tcp://HOST:PORT).
 
-    ``folder`` is private to the agent and holds what a run brings; ``wants`` says how many workers of each kind the
-    host is to get beside what the launcher decides. ``linger_s`` is how long the agent waits for another run after one.
-    With ``prepare`` it keeps a process that has imported what workers need.
+    key: key of this host. folder: the agent's own folder, for files of a run. wants: number of workers of
+    each kind that the host asks for. patience_s: seconds that the agent tries to reach the launcher.
+    linger_s: seconds that it waits for another run after one. prepare: keep a process that has imported
+    the modules that workers need, to fork workers from.
     """
 
     def __init__(
@@ -145,40 +154,49 @@ class HostAgent:
         linger_s: float = 30.0,
         prepare: bool = True,
     ) -> None:
-        self._launcher, self._key, self._name, self._folder, self._wants = launcher, key, name, folder, wants
-        self._patience_s, self._linger_s, self._prepare = patience_s, linger_s, prepare
+        self._launcher = launcher
+        self._key = key
+        self._name = name
+        self._folder = folder
+        self._wants = wants
+        self._patience_s = patience_s
+        self._linger_s = linger_s
+        self._prepare = prepare
         self._prepared = PreparedWorkers(PREPARED)
         self._local = LocalScheduler(orphans_are_ours=True, prepared=self._prepared)
-        self._keys = HeldKeys(folder)
-        self._waiting: dict[str, StartWorker] = {}
+        self._keys = KeyFiles(folder)
+        self._waiting_starts: dict[str, StartWorker] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._session = b""
-        self._heard = self._pinged = 0.0
+        self._last_message = self._last_ping = 0.0
         self._welcome = Welcome(1.0, 10.0)
-        self._doomed: dict[str, float] = {}
-        self._logs: dict[str, tuple[Path, int]] = {}
+        self._kill_times: dict[str, float] = {}
+        self._log_starts: dict[str, tuple[Path, int]] = {}
 
     def run(self) -> None:
-        """Serve runs until there is none. Raises NetworkError or ProtocolError when the launcher does not take this
-        host, NetworkError when it was not there for ``patience_s``, and ClusterError for a folder that is not the
-        agent's."""
-        with held(self._folder):
+        """Serve runs until there are no more.
+
+        Raises NetworkError or ProtocolError if the launcher refuses this host, NetworkError if it is not
+        reached for ``patience_s``, and ClusterError for a folder that is not the agent's own.
+        """
+        with lock_folder(self._folder):
             self._run()
 
     def _run(self) -> None:
-        limit_s, why = self._patience_s, ""
+        limit_s = self._patience_s
+        loss_reason = ""
         try:
             if self._prepare:
                 with self._local.preserve_children():
                     self._prepared.begin()
-            while (socket := self._registered(limit_s, why)) is not None:
+            while (socket := self._register(limit_s, loss_reason)) is not None:
                 try:
-                    why = self._served(socket)
+                    loss_reason = self._serve(socket)
                 finally:
                     self._end_all(GRACE_S)
                     socket.close(100)
-                limit_s = self._patience_s if why else self._linger_s
-        except Dismissed:
+                limit_s = self._patience_s if loss_reason else self._linger_s
+        except HostDismissed:
             _log.info("%s was removed from the run", self._name)
         finally:
             self._end_all(GRACE_S)
@@ -187,23 +205,27 @@ class HostAgent:
 
     def _end_all(self, grace_s: float) -> None:
         self._local.stop(grace_s)
-        self._doomed.clear()
-        self._waiting.clear()
-        self._logs.clear()
+        self._kill_times.clear()
+        self._waiting_starts.clear()
+        self._log_starts.clear()
         self._keys.forget()
 
     # ---- registering
 
-    def _registered(self, limit_s: float, lost: str) -> zmq.Socket[bytes] | None:
-        """Return a socket that the launcher has welcomed; None when a run was over and no other began. Raises
-        NetworkError after ``limit_s``, and ProtocolError when it refuses."""
+    def _register(self, limit_s: float, lost: str) -> zmq.Socket[bytes] | None:
+        """Register with the launcher; return the socket, or None if a run has ended and no other began.
+
+        lost: why the launcher was lost before; "" if it was not. Raises NetworkError after ``limit_s``
+        seconds, and ProtocolError if the launcher refuses.
+        """
         began = process_clock.now()
-        told = False
+        warned = False
         while process_clock.now() - began < limit_s:
-            socket = self._connected()
-            watch, welcomed = HandshakeWatch(socket), False
+            socket = self._connect()
+            watch = HandshakeWatch(socket)
+            welcomed = False
             try:
-                if welcomed := self._welcomed(socket, watch, began + limit_s):
+                if welcomed := self._wait_for_welcome(socket, watch, began + limit_s):
                     _log.info("%s takes part in the run of the launcher at %s", self._name, self._launcher)
                     return socket
                 reached = watch.reached
@@ -211,11 +233,11 @@ class HostAgent:
                 watch.close()
                 if not welcomed:
                     socket.close(0)
-            if not reached and not told:
+            if not reached and not warned:
                 _log.warning(
                     "the launcher at %s %s; it is tried again for %g s", self._launcher, describe_unreached(), limit_s
                 )
-                told = True
+                warned = True
         if not lost and limit_s == self._linger_s:
             _log.info("the run is over, and no other began within %g s", limit_s)
             return None
@@ -223,7 +245,7 @@ class HostAgent:
             f"the launcher at {self._launcher} was not there for {limit_s:g} s" + (f" ({lost})" * bool(lost))
         )
 
-    def _connected(self) -> zmq.Socket[bytes]:
+    def _connect(self) -> zmq.Socket[bytes]:
         socket = dealer(self._context)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -231,51 +253,55 @@ class HostAgent:
         self._session = os.urandom(16)
         return socket
 
-    def _welcomed(self, socket: zmq.Socket[bytes], watch: HandshakeWatch, deadline: float) -> bool:
-        """Say hello until there is a welcome; False after a while without, so that a new connection is tried."""
-        began, said = process_clock.now(), 0.0
+    def _wait_for_welcome(self, socket: zmq.Socket[bytes], watch: HandshakeWatch, deadline: float) -> bool:
+        """Send hellos until the launcher welcomes this host; return False after REACHED_WITHIN_S without.
+
+        The caller then opens a new connection. Raises NetworkError, ProtocolError, HostDismissed.
+        """
+        began = process_clock.now()
+        last_hello = 0.0
         while process_clock.now() < min(deadline, began + REACHED_WITHIN_S):
             watch.look()
             if watch.refused:
                 raise NetworkError(f"host {self._name}: the launcher at {self._launcher} {watch.refused}")
-            if watch.handshakes and process_clock.now() - said > HELLO_S:
-                hello = describe(self._name, self._launcher, self._folder, self._wants)
+            if watch.handshakes and process_clock.now() - last_hello > HELLO_S:
+                hello = describe_host(self._name, self._launcher, self._folder, self._wants)
                 self._send(socket, "hello", hello, versions=own_versions(), node=os.uname().nodename)
-                said = process_clock.now()
-            if not socket.poll(int(LOOK_S * 1000)):
+                last_hello = process_clock.now()
+            if not socket.poll(int(POLL_S * 1000)):
                 continue
-            kind, message = self._received(socket)
+            kind, message = self._receive(socket)
             if isinstance(message, Welcome):
                 self._welcome = message
-                self._heard = self._pinged = process_clock.now()
+                self._last_message = self._last_ping = process_clock.now()
                 return True
-            if isinstance(message, Refused):
+            if isinstance(message, HelloRefusal):
                 raise ProtocolError(f"the launcher at {self._launcher} refused the host {self._name}: {message.reason}")
             if kind == "leave":
-                raise Dismissed
+                raise HostDismissed
         return False
 
     # ---- serving
 
-    def _served(self, socket: zmq.Socket[bytes]) -> str:
-        """Do what the launcher asks. Returns "" when the run is over, else why the launcher is lost."""
+    def _serve(self, socket: zmq.Socket[bytes]) -> str:
+        """Execute the launcher's requests. Returns "" when the run has ended, else why the launcher is lost."""
         self._local.watch(socket.FD)
         try:
             while True:
-                if (end := self._taken(socket)) is not None:
+                if (end := self._process_messages(socket)) is not None:
                     return end
-                # Now, since all that has arrived is read; what follows may take long.
-                if (silent := process_clock.now() - self._heard) > min(self._welcome.silent_s, LONGEST_S):
+                # Checked here because all messages have been read, and the following may take long.
+                if (silent := process_clock.now() - self._last_message) > min(self._welcome.silent_s, MAX_SILENCE_S):
                     _log.warning(
                         "nothing heard of the launcher at %s for %.1f s; its workers end", self._launcher, silent
                     )
                     return f"nothing was heard of it for {silent:.1f} s"
                 self._start_waiting(socket)
-                self._report(socket, self._local.wait(LOOK_S))
+                self._report(socket, self._local.wait(POLL_S))
                 self._ping(socket)
                 now = process_clock.now()
-                for name in [name for name, at in self._doomed.items() if at <= now]:
-                    del self._doomed[name]
+                for name in [name for name, at in self._kill_times.items() if at <= now]:
+                    del self._kill_times[name]
                     self._local.kill(name, "")
         except BaseException:
             self._report(socket, [])
@@ -285,34 +311,34 @@ class HostAgent:
             self._local.unwatch(socket.FD)
 
     def _ping(self, socket: zmq.Socket[bytes]) -> None:
-        """Give a sign of life when one is due."""
-        if process_clock.now() - self._pinged >= min(self._welcome.ping_s, LONGEST_S):
+        """Send a heartbeat if one is due."""
+        if process_clock.now() - self._last_ping >= min(self._welcome.ping_s, MAX_SILENCE_S):
             self._send(socket, "ping")
-            self._pinged = process_clock.now()
+            self._last_ping = process_clock.now()
 
-    def _taken(self, socket: zmq.Socket[bytes]) -> str | None:
-        """Do what has arrived; return how serving ends, None if it goes on."""
+    def _process_messages(self, socket: zmq.Socket[bytes]) -> str | None:
+        """Process the messages that have arrived; return the result of ``_serve`` if it ends, else None."""
         while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # pyright: ignore[reportOperatorIssue]
             try:
-                kind, message = self._received(socket)
+                kind, message = self._receive(socket)
             except ProtocolError as error:
                 _log.warning("message of the launcher dropped: %s", error)
                 continue
-            self._heard = process_clock.now()
-            self._ping(socket)  # many files may come, one after the other
+            self._last_message = process_clock.now()
+            self._ping(socket)  # many pieces of files may follow each other without a pause
             if kind == "over":
                 self._send(socket, "leave")  # the launcher waits for it
                 return ""
             if kind == "again":
                 return "it had lost sight of this host"
             if kind == "leave":
-                raise Dismissed
-            self._do(socket, message)
+                raise HostDismissed
+            self._dispatch(socket, message)
         return None
 
-    def _do(self, socket: zmq.Socket[bytes], message: Message) -> None:
+    def _dispatch(self, socket: zmq.Socket[bytes], message: Message) -> None:
         if isinstance(message, StartWorker):
-            self._waiting[message.name] = message
+            self._waiting_starts[message.name] = message
             self._start_waiting(socket)
         elif isinstance(message, EndWorker):
             self._end(socket, message)
@@ -324,12 +350,13 @@ class HostAgent:
                 _log.error("cannot keep %s: %s", message.path, kept.problem)
             self._send(socket, "kept", kept)
         elif isinstance(message, Probe):
-            self._send(socket, "probed", self._probed(message))
+            self._send(socket, "probed", self._answer_probe(message))
 
     def _start_waiting(self, socket: zmq.Socket[bytes]) -> None:
-        """Start what the launcher has asked for, unless what it needs is being imported just now."""
-        if self._waiting and not self._prepared.is_importing():
-            waiting, self._waiting = [*self._waiting.values()], {}
+        """Start the workers that the launcher has requested, unless the prepared process is still importing."""
+        if self._waiting_starts and not self._prepared.is_importing():
+            waiting = [*self._waiting_starts.values()]
+            self._waiting_starts = {}
             for asked in waiting:
                 self._start(socket, asked)
 
@@ -342,26 +369,26 @@ class HostAgent:
         except (OSError, ValueError) as error:
             self._send(socket, "not_started", NotStarted(asked.name, str(error)[:4000]))
         else:
-            self._logs[asked.name] = log, since
+            self._log_starts[asked.name] = log, since
             _log.info("%s runs here (log: %s)", asked.name, log)
 
     def _end(self, socket: zmq.Socket[bytes], asked: EndWorker) -> None:
         if asked.name:
-            if (never := self._waiting.pop(asked.name, None)) is not None:
+            if (never := self._waiting_starts.pop(asked.name, None)) is not None:
                 self._send(socket, "exited", Exited(never.name, -signal.SIGTERM, never.log, 0, b""))
                 return
             self._local.end(asked.name)
-            self._doomed[asked.name] = process_clock.now() + asked.grace_s
+            self._kill_times[asked.name] = process_clock.now() + asked.grace_s
             return
         self._report(socket, self._local.wait(0.0))
-        for name in self._logs:
+        for name in self._log_starts:
             self._local.end(name)
-        deadline = process_clock.now() + min(asked.grace_s, LONGEST_S)
-        while self._logs and (left := deadline - process_clock.now()) > 0:
-            self._ping(socket)  # who says nothing for so long would be lost, and not be told that the run is over
-            self._report(socket, self._local.wait(min(left, LOOK_S)))
-            socket.getsockopt(zmq.EVENTS)  # else its descriptor stays readable, and nothing waits
-        ended = dict(self._logs)
+        deadline = process_clock.now() + min(asked.grace_s, MAX_SILENCE_S)
+        while self._log_starts and (left := deadline - process_clock.now()) > 0:
+            self._ping(socket)  # a silent host would count as lost, and would not learn of the end of the run
+            self._report(socket, self._local.wait(min(left, POLL_S)))
+            socket.getsockopt(zmq.EVENTS)  # otherwise its descriptor stays readable, and ``wait`` does not wait
+        ended = dict(self._log_starts)
         self._end_all(0.0)
         for name, (log, since) in ended.items():
             tail = log_end(log, since, TAIL_BYTES)
@@ -369,13 +396,13 @@ class HostAgent:
         self._send(socket, "ended")
 
     def _kill(self, socket: zmq.Socket[bytes], asked: KillWorker) -> None:
-        if not asked.pid and (never := self._waiting.pop(asked.name, None)) is not None:
+        if not asked.pid and (never := self._waiting_starts.pop(asked.name, None)) is not None:
             self._send(socket, "exited", Exited(never.name, -signal.SIGKILL, never.log, 0, b"", asked.cause))
         self._local.kill(asked.name, asked.cause, pid=asked.pid, started=asked.started)
 
     @staticmethod
-    def _probed(asked: Probe) -> Probed:
-        """Look for a file that only the launcher can have written, and write its answer beside it."""
+    def _answer_probe(asked: Probe) -> ProbeAnswer:
+        """Read the launcher's token and write the reversed text as proof of a shared folder; return the answer."""
         text = ""
         try:
             with Path(asked.token).open("rb") as file:
@@ -383,7 +410,7 @@ class HostAgent:
             Path(asked.answer).write_text(text[::-1], encoding="ascii")
         except (OSError, ValueError):
             text = ""
-        return Probed(asked.number, text, [fingerprint(Path(path)) for path in asked.paths])
+        return ProbeAnswer(asked.number, text, [fingerprint(Path(path)) for path in asked.paths])
 
     def _report(self, socket: zmq.Socket[bytes], events: Sequence[WorkerEvent]) -> None:
         for event in events:
@@ -391,8 +418,8 @@ class HostAgent:
                 self._send(socket, "lines", Lines(event.name, [event.text[:LINE_CHARACTERS]]))
             if not isinstance(event, WorkerExit):
                 continue
-            self._doomed.pop(event.name, None)
-            self._logs.pop(event.name, None)
+            self._kill_times.pop(event.name, None)
+            self._log_starts.pop(event.name, None)
             tail = log_end(event.log, event.log_from, TAIL_BYTES)
             if event.words and not fatal_line(tail):  # the disk of the log is full
                 words = f"\n{FATAL}{event.words}\n".encode()
@@ -405,14 +432,14 @@ class HostAgent:
 
     def _send(self, socket: zmq.Socket[bytes], kind: str, message: Message | None = None, **fields: object) -> None:
         try:
-            socket.send_multipart(packed(kind, self._session, message, **fields), zmq.NOBLOCK)
+            socket.send_multipart(pack_message(kind, self._session, message, **fields), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             _log.debug("%s was not sent: %s", kind, error)
 
-    def _received(self, socket: zmq.Socket[bytes]) -> tuple[str, Message]:
+    def _receive(self, socket: zmq.Socket[bytes]) -> tuple[str, Message]:
         frame, *payload = socket.recv_multipart()
         header = unpack_header(frame)
         if header.get("session") != self._session:
             raise ProtocolError("message for another process")
         kind = envelope.field(header, "kind", str)
-        return kind, unpacked(kind, payload, OF_LAUNCHER)
+        return kind, unpack_message(kind, payload, OF_LAUNCHER)

@@ -1,8 +1,9 @@
-"""Holds the keys of a cluster: those of its launcher, and one of its own for each host, which can be taken away.
+"""Keys of a cluster: those of its launcher, and a revocable key pair for each host.
 
-The launcher's file stays on its machine. A host's file has the public key of the launcher's control endpoint, by which
-it knows the launcher, and a key pair by which the endpoint knows the host: with it nobody can act as the launcher, as
-another host or as an operator."""
+The launcher's file stays on its machine. A host's file contains the public key of the launcher's control
+endpoint, by which the host authenticates the launcher, and a key pair by which the endpoint authenticates
+the host. It does not allow its owner to act as the launcher, as another host or as an operator.
+"""
 
 from __future__ import annotations
 
@@ -21,93 +22,101 @@ from realhf.cluster.placement import LAUNCHER
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import CurvePair, describe_key_fault, keep_in_memory, read_private, write_private
 
-MOST_BYTES = 1 << 20
-"""A file of keys has at most so many: there are 4096 hosts at most."""
+MAX_KEY_FILE_BYTES = 1 << 20
+"""Maximum size of a file of keys, enough for 4096 hosts."""
 HOW = "python -m realhf.cluster keys {} --host NAME"
+"""Command that makes a key for a host; for error messages."""
 
 
 @dataclass(frozen=True)
 class HostKey:
-    """Is what one host has: the public key of the endpoint, and its own pair."""
+    """Keys with which one host or operator connects."""
 
     server_public: str = field(repr=False)
+    """Public key of the control endpoint."""
     own: CurvePair
 
 
 @dataclass(frozen=True)
 class HostKeys:
-    """Holds the keys of one host or of several that get the same file; ``hosts`` by name."""
+    """Content of a file of keys for one or several hosts."""
 
     server_public: str = field(repr=False)
+    """Public key of the control endpoint."""
     hosts: Mapping[str, CurvePair]
+    """Key pairs by name of the host."""
 
     def of(self, name: str) -> HostKey:
-        """Return the key of a host. Raises NetworkError where there is none."""
+        """Return the keys of a host. Raises NetworkError if there are none."""
         if name not in self.hosts:
-            there = ", ".join(sorted(self.hosts)) or "none"
-            raise NetworkError(f"keys of the cluster: there is no key of host {name!r}, only of {there:.200} (--name)")
+            names = ", ".join(sorted(self.hosts)) or "none"
+            raise NetworkError(f"keys of the cluster: there is no key of host {name!r}, only of {names:.200} (--name)")
         return HostKey(self.server_public, self.hosts[name])
 
     def text(self) -> str:
-        """Return what a file of them holds."""
+        """Return the content of the file."""
         pairs = {name: asdict(pair) for name, pair in self.hosts.items()}
         return json.dumps({"server_public": self.server_public, "hosts": pairs})
 
     @staticmethod
     def read(path: Path) -> HostKeys:
-        """Read a file of keys; ``-`` is the standard input. Raises NetworkError that names the file and what is
-        wrong."""
-        found = _fields(path, ("server_public", "hosts"), "of a host")
+        """Read a file of keys; ``-`` is standard input. Raises NetworkError with the file and the problem."""
+        found = _read_fields(path, ("server_public", "hosts"), "of a host")
         try:
             hosts = {str(name): CurvePair(**pair) for name, pair in found["hosts"].items()}
             fault = describe_key_fault(found["server_public"]) and "a key server_public that is no Z85"
             faults = (fault, *(pair.describe_fault(name) for name, pair in hosts.items()))
         except (TypeError, AttributeError, ValueError):
             raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
-        _check(path, faults)
+        _check_faults(path, faults)
         return HostKeys(found["server_public"], hosts)
 
 
 @dataclass(frozen=True)
 class LauncherKeys:
-    """Holds the pair of the endpoint, that of whoever asks it as an operator, and the public keys of hosts by name."""
+    """Content of the launcher's file of keys."""
 
     server: CurvePair
+    """Key pair of the control endpoint."""
     operator: CurvePair
+    """Key pair of operators."""
     hosts: Mapping[str, str] = field(default_factory=dict)
+    """Public keys of hosts by name."""
 
     @staticmethod
     def make() -> LauncherKeys:
-        """Draw keys of a cluster that has no hosts yet. Raises NetworkError where ZeroMQ cannot encrypt."""
+        """Generate the keys of a cluster without hosts. Raises NetworkError if ZeroMQ cannot encrypt."""
         return LauncherKeys(CurvePair.make(), CurvePair.make())
 
     @property
-    def of_operator(self) -> HostKey:
-        """What an operator connects with."""
+    def operator_key(self) -> HostKey:
+        """Keys with which an operator connects."""
         return HostKey(self.server.public, self.operator)
 
     def text(self) -> str:
-        """Return what a file of them holds."""
+        """Return the content of the file."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def read(path: Path) -> LauncherKeys:
-        """Read the launcher's file. Raises NetworkError that names the file and what is wrong."""
-        found = _fields(path, ("server", "operator", "hosts"), "of a launcher")
+        """Read the launcher's file. Raises NetworkError with the file and the problem."""
+        found = _read_fields(path, ("server", "operator", "hosts"), "of a launcher")
         try:
-            server, operator, hosts = CurvePair(**found["server"]), CurvePair(**found["operator"]), found["hosts"]
+            server = CurvePair(**found["server"])
+            operator = CurvePair(**found["operator"])
+            hosts = found["hosts"]
             faults = [server.describe_fault("server"), operator.describe_fault("operator")]
             faults += [
                 describe_key_fault(key) and f"a key of host {name!r:.80} that is none" for name, key in hosts.items()
             ]
         except (TypeError, AttributeError, ValueError):
             raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
-        _check(path, faults)
+        _check_faults(path, faults)
         return LauncherKeys(server, operator, hosts)
 
 
 def make_keys(path: Path) -> bool:
-    """Make the launcher's file where there is none; return whether there was none. Raises OSError or NetworkError."""
+    """Create the launcher's file if it does not exist; return whether it was created. Raises OSError, NetworkError."""
     if path.exists():
         return False
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -119,52 +128,59 @@ def make_keys(path: Path) -> bool:
 
 
 def add_hosts(path: Path, names: Iterable[str]) -> HostKeys:
-    """Draw a key for each of these hosts, in place of one that it had, and note it in the launcher's file. Raises
-    NetworkError or OSError."""
-    with _alone(path):
+    """Generate a key pair for each of these hosts, and write their public keys into the launcher's file.
+
+    An earlier key of a host is replaced. Raises NetworkError or OSError.
+    """
+    with _lock_file(path):
         keys = LauncherKeys.read(path)
         drawn = {name: CurvePair.make() for name in names}
-        _replace(path, keys, {**keys.hosts, **{name: pair.public for name, pair in drawn.items()}})
+        _write_hosts(path, keys, {**keys.hosts, **{name: pair.public for name, pair in drawn.items()}})
     return HostKeys(keys.server.public, drawn)
 
 
 class KnownHosts:
-    """Knows for a control endpoint who comes with which key: whom the launcher's file names, as it is at that moment,
-    and hosts whose keys were drawn here. Without a file all of it is drawn, and ``file`` is in memory. Raises
-    NetworkError or OSError. Thread-safe."""
+    """Keys that a control endpoint accepts: those in the launcher's file, and those generated for a run.
+
+    The file is read again when it changes. Without a file, all keys are generated, and ``file`` is in
+    memory. Raises NetworkError or OSError. Thread-safe.
+    """
 
     def __init__(self, file: Path | None) -> None:
-        self._lock, self._in_memory = threading.RLock(), file is None
+        self._lock = threading.RLock()
+        self._in_memory = file is None
         self.file = file if file is not None else keep_in_memory(LauncherKeys.make().text())
         self.keys = LauncherKeys.read(self.file)
-        self._looked = self._look()
+        self._file_status = self._read_status()
         self._drawn: dict[str, str] = {}
         self._leaving: dict[str, str] = {}
-        self._gone: set[str] = set()
+        self._revoked: set[str] = set()
         self._names: Mapping[str, str] = {}
-        self._note()
+        self._index_names()
 
-    def _look(self) -> tuple[int, ...]:
-        found = self.file.stat()
-        return found.st_ino, found.st_mtime_ns, found.st_size
+    def _read_status(self) -> tuple[int, ...]:
+        status = self.file.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
-    def _note(self) -> None:
+    def _index_names(self) -> None:
         hosts = (*self.keys.hosts.items(), *self._drawn.items())
         names = self._leaving | {key: name for name, key in hosts} | {self.keys.operator.public: LAUNCHER}
-        self._names = {key: name for key, name in names.items() if key not in self._gone}
+        self._names = {key: name for key, name in names.items() if key not in self._revoked}
 
     def name_of(self, key: str) -> str:
-        """Return whose key it is: a host's name, ``LAUNCHER`` for an operator, "" for nobody's. A file that cannot be
-        read at the moment counts as it was before."""
+        """Return the owner of a public key: a host's name, ``LAUNCHER`` for an operator, "" if it is unknown.
+
+        If the file cannot be read at the moment, its previous content counts.
+        """
         with self._lock, contextlib.suppress(OSError, NetworkError):
-            if not self._in_memory and (looked := self._look()) != self._looked:
+            if not self._in_memory and (status := self._read_status()) != self._file_status:
                 self.keys = LauncherKeys.read(self.file)
-                self._looked = looked
-                self._note()
+                self._file_status = status
+                self._index_names()
         return self._names.get(key, "")
 
     def knows(self, key: str) -> bool:
-        """Return whether somebody may come with a key: it is somebody's, who is not about to leave."""
+        """Return whether a new connection with this key is accepted: its owner is known and not being removed."""
         return bool(self.name_of(key)) and key not in self._leaving
 
     def has(self, host: str) -> bool:
@@ -172,46 +188,47 @@ class KnownHosts:
         return host in self._names.values()
 
     def draw(self, names: Iterable[str]) -> HostKeys:
-        """Draw keys for hosts on which agents are started from here; one whose key was taken away, or that is about to
-        leave, gets none."""
+        """Generate keys for hosts on which the launcher starts agents, except removed hosts."""
         with self._lock:
-            void = {*self._gone, *self._leaving}
+            void = {*self._revoked, *self._leaving}
             pairs = {name: CurvePair.make() for name in names if self._drawn.get(name) not in void}
             self._drawn |= {name: pair.public for name, pair in pairs.items()}
-            self._note()
+            self._index_names()
         return HostKeys(self.keys.server.public, pairs)
 
-    def take_away(self, host: str) -> None:
-        """Know nobody any more by the keys that a host has had."""
+    def revoke(self, host: str) -> None:
+        """Revoke all keys of a host, also on its existing connection."""
         with self._lock:
-            self._gone |= {key for key, name in self._names.items() if name == host}
-            self._note()
+            self._revoked |= {key for key, name in self._names.items() if name == host}
+            self._index_names()
 
-    def let_leave(self, host: str) -> None:
-        """Let nobody come with the keys of a host, and strike it from the launcher's file. On a connection that is
-        there it is known by them until ``take_away``, so that it can say how its workers end. Raises OSError or
-        NetworkError where the file cannot be changed; nobody comes with them to this launcher in any case."""
+    def begin_removal(self, host: str) -> None:
+        """Refuse new connections with the keys of a host, and remove it from the launcher's file.
+
+        Its existing connection stays valid until ``revoke``, so that it can report the end of its workers.
+        Raises OSError or NetworkError if the file cannot be changed; this launcher refuses the keys in any case.
+        """
         with self._lock:
             self._leaving |= {key: name for key, name in self._names.items() if name == host}
         if host in self.keys.hosts:
-            with _alone(self.file):
+            with _lock_file(self.file):
                 keys = LauncherKeys.read(self.file)
-                _replace(self.file, keys, {name: key for name, key in keys.hosts.items() if name != host})
+                _write_hosts(self.file, keys, {name: key for name, key in keys.hosts.items() if name != host})
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep others from changing the file: an operator adds hosts while a launcher takes one out."""
+def _lock_file(path: Path) -> Iterator[None]:
+    """Lock the file against other writers: an operator may add hosts while a launcher removes one."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system has no locks
             fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
         os.close(folder)
 
 
-def _replace(path: Path, keys: LauncherKeys, hosts: Mapping[str, str]) -> None:
+def _write_hosts(path: Path, keys: LauncherKeys, hosts: Mapping[str, str]) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     write_private(partial, LauncherKeys(keys.server, keys.operator, hosts).text())
     try:
@@ -221,28 +238,28 @@ def _replace(path: Path, keys: LauncherKeys, hosts: Mapping[str, str]) -> None:
         raise
 
 
-def _fields(path: Path, names: tuple[str, ...], whose: str) -> dict[str, Any]:
+def _read_fields(path: Path, names: tuple[str, ...], whose: str) -> dict[str, Any]:
     try:
-        found = json.loads(read_private(path, MOST_BYTES))
+        found = json.loads(read_private(path, MAX_KEY_FILE_BYTES))
     except NetworkError:
         raise
     except (ValueError, RecursionError):
         raise NetworkError(f"keys of the cluster: {path} is not a file of keys") from None
-    there = sorted(found) if isinstance(found, dict) else []
-    if there == sorted(names):
+    present = sorted(found) if isinstance(found, dict) else []
+    if present == sorted(names):
         return dict(found)
-    if "client_secret" in there:
-        said = f"has one key for all hosts, as before; move it away and make new ones: {HOW.format(path)}"
-    elif there == ["hosts", "operator", "server"]:
-        said = f"has the keys of the launcher; a host has one of its own: {HOW.format(path)}"
-    elif there == ["hosts", "server_public"]:
-        said = "has the keys of hosts; the launcher and its operators need the file that these were made from"
+    if "client_secret" in present:
+        problem = f"has one key for all hosts, as before; move it away and make new ones: {HOW.format(path)}"
+    elif present == ["hosts", "operator", "server"]:
+        problem = f"has the keys of the launcher; a host has one of its own: {HOW.format(path)}"
+    elif present == ["hosts", "server_public"]:
+        problem = "has the keys of hosts; the launcher and its operators need the file that these were made from"
     else:
-        said = f"is not a file of keys {whose}"
-    raise NetworkError(f"keys of the cluster: {path} {said}")
+        problem = f"is not a file of keys {whose}"
+    raise NetworkError(f"keys of the cluster: {path} {problem}")
 
 
-def _check(path: Path, faults: Iterable[str]) -> None:
+def _check_faults(path: Path, faults: Iterable[str]) -> None:
     for fault in faults:
         if fault:
             raise NetworkError(f"keys of the cluster: {path} holds {fault}; copy the file again, or make new ones")

@@ -1,7 +1,7 @@
-"""Brings files to a host that a worker needs there, in parts, and keeps them there: keys, plan, weights, own code.
+"""Transfer of the files that a worker needs on a host: keys, plan, weights, the user's code.
 
-What is carried lies in the agent's own folder. Paths in the plan and on the worker's command line are rewritten, so
-that the worker finds it.
+Files are sent in pieces into the agent's own folder. Paths in the plan and on the worker's command line are
+replaced by those of the host.
 """
 
 from __future__ import annotations
@@ -17,51 +17,57 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base import process_clock
-from realhf.cluster.messages import PIECE_BYTES, FilePiece, Kept, Message, StartWorker
+from realhf.cluster.messages import PIECE_BYTES, FilePiece, FileReceipt, Message, StartWorker
 from realhf.cluster.own_host import fingerprint
 from realhf.cluster.placement import ClusterError
 
 PROBLEM_CHARACTERS = 500
+"""Maximum length of an error text in a receipt."""
 CARRIED = "carried"
-"""Below it a path says which content it has, so that what is there already need not come again."""
+"""Subfolder with paths that contain a digest of the content, so that existing files are not sent again."""
 
 
-def keep(piece: FilePiece, folder: Path) -> Kept:
-    """Write a part of a file below ``folder``, and say what became of it. A file gets its name with its last part; when
-    a part cannot be written, the parts before it are removed, and those after it are refused. What was carried here
-    before, in part or whole, is kept, and the answer says how much it is."""
+def keep(piece: FilePiece, folder: Path) -> FileReceipt:
+    """Write a piece of a file below ``folder``; return the receipt.
+
+    A file gets its name with its last piece. If a piece cannot be written, the pieces before it are
+    removed and those after it refused. Below ``CARRIED``, bytes that an earlier transfer left are kept,
+    and the receipt contains their number.
+    """
     path = Path(piece.path)
     try:
         if not path.is_absolute() or ".." in path.parts or not path.is_relative_to(folder):
             raise PermissionError(f"it is not in {folder}")
-        goes_on = path.is_relative_to(folder / CARRIED)
-        if goes_on and path.is_file():
-            return Kept(piece.path, path.stat().st_size, "")
+        resumable = path.is_relative_to(folder / CARRIED)
+        if resumable and path.is_file():
+            return FileReceipt(piece.path, path.stat().st_size, "")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = path.with_name(f".{path.name}.part")
-        size = _written(piece, partial, goes_on=goes_on)
+        size = _append_piece(piece, partial, resumable=resumable)
         if piece.last:
             partial.replace(path)
     except (OSError, ValueError) as error:
-        said = (error.strerror if isinstance(error, OSError) else "") or str(error)
-        return Kept(piece.path, 0, said[:PROBLEM_CHARACTERS])
-    return Kept(piece.path, size, "")
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        return FileReceipt(piece.path, 0, reason[:PROBLEM_CHARACTERS])
+    return FileReceipt(piece.path, size, "")
 
 
-class HeldKeys:
-    """Keeps the keys that a launcher brings to ``folder``/keys in memory of this process, to which their names there
-    lead as long as it lives: however it ends, no key is left on the host."""
+class KeyFiles:
+    """Files of keys from a launcher, kept in memory of this process, with symbolic links in ``folder``/keys.
+
+    When the process ends, no key is left on the host.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "keys"
         self._held: dict[Path, int] = {}
 
     def takes(self, piece: FilePiece) -> bool:
-        """Return whether a part is one of keys."""
+        """Return whether a piece belongs to a file of keys."""
         return Path(piece.path).parent == self._folder
 
-    def keep(self, piece: FilePiece) -> Kept:
-        """Keep a whole file of keys; it has one part."""
+    def keep(self, piece: FilePiece) -> FileReceipt:
+        """Store a file of keys, which has only one piece."""
         path = Path(piece.path)
         try:
             if piece.offset or not piece.last or path.name in ("", ".."):
@@ -74,11 +80,11 @@ class HeldKeys:
                 file.write(piece.data)
             path.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
         except (OSError, ValueError) as error:
-            return Kept(piece.path, 0, str(error)[:PROBLEM_CHARACTERS])
-        return Kept(piece.path, len(piece.data), "")
+            return FileReceipt(piece.path, 0, str(error)[:PROBLEM_CHARACTERS])
+        return FileReceipt(piece.path, len(piece.data), "")
 
     def forget(self) -> None:
-        """Give up all keys, and what an agent before this one has left."""
+        """Remove all keys, and the links that an earlier agent has left."""
         self._forget({*self._held, *self._folder.glob("*")})
 
     def _forget(self, paths: Iterable[Path]) -> None:
@@ -88,20 +94,22 @@ class HeldKeys:
             path.unlink(missing_ok=True)
 
 
-def _written(piece: FilePiece, partial: Path, *, goes_on: bool) -> int:
-    """Append a part, or with ``goes_on`` what is missing of it; return how large the file is then. Raises OSError;
-    nothing of the file is left."""
-    if piece.offset == 0 and not goes_on:
+def _append_piece(piece: FilePiece, partial: Path, *, resumable: bool) -> int:
+    """Append a piece, if ``resumable`` only its missing bytes; return the size of the file.
+
+    Raises OSError after removing the file.
+    """
+    if piece.offset == 0 and not resumable:
         partial.unlink(missing_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(partial, flags, 0o600), "ab") as file:
-            there = file.tell() - piece.offset
-            if there < 0 or (there and not goes_on):
+            present = file.tell() - piece.offset
+            if present < 0 or (present and not resumable):
                 raise OSError(f"a part before byte {piece.offset} is missing")
-            if piece.last and there > len(piece.data):
+            if piece.last and present > len(piece.data):
                 raise OSError("more of it is there than there is")
-            file.write(piece.data[there:])
+            file.write(piece.data[present:])
             file.flush()
             return file.tell()
     except OSError:
@@ -111,32 +119,35 @@ def _written(piece: FilePiece, partial: Path, *, goes_on: bool) -> int:
 
 PLAN_FILE = "plan.json"
 KEY_FLAG = "--key-file"
+"""Flag of a worker for the file of keys."""
 _CODE = re.compile(r"(?P<file>/[^:]*\.py)(:\w+)?")
 
 
 @dataclass
 class FileTransfer:
-    """What goes to one host: ``files`` from path here to path there, ``texts`` by their path there; ``paths`` maps
-    paths of the launcher to those of the host, longest first when applied."""
+    """Files for one host."""
 
     files: dict[Path, str] = field(default_factory=dict)
+    """Files to send: local path to the path on the host."""
     texts: dict[str, str] = field(default_factory=dict)
+    """Contents of files to create, by the path on the host."""
     paths: dict[str, str] = field(default_factory=dict)
+    """Paths of the launcher to those of the host; the longest match applies."""
 
-    def rewritten(self, text: str) -> str:
-        """Return a path, or ``path:Name``, as it is on the host; other text as it is."""
+    def map_path(self, text: str) -> str:
+        """Return a path, or ``path:Name``, with the path of the host; other text unchanged."""
         for here in sorted(self.paths, key=len, reverse=True):
             if text == here or text.startswith((f"{here}/", f"{here}:")):
                 return self.paths[here] + text[len(here) :]
         return text
 
-    def rewritten_value(self, value: Any) -> Any:
-        """Return a JSON value with all its texts rewritten."""
+    def map_paths_in(self, value: Any) -> Any:
+        """Apply ``map_path`` to all texts in a JSON value."""
         if isinstance(value, str):
-            return self.rewritten(value)
+            return self.map_path(value)
         if isinstance(value, dict):
-            return {name: self.rewritten_value(item) for name, item in value.items()}
-        return [self.rewritten_value(item) for item in value] if isinstance(value, list) else value
+            return {name: self.map_paths_in(item) for name, item in value.items()}
+        return [self.map_paths_in(item) for item in value] if isinstance(value, list) else value
 
     def pieces(self) -> Iterator[FilePiece]:
         """Yield everything in pieces. Raises OSError for a file that cannot be read."""
@@ -154,41 +165,46 @@ class FileTransfer:
 
 
 def key_file_in(argv: Sequence[str]) -> Path | None:
-    """Return the file with the keys of the run that a worker is given."""
+    """Return the file of keys on a worker's command line; None without one."""
     return Path(argv[argv.index(KEY_FLAG) + 1]) if KEY_FLAG in argv[:-1] else None
 
 
 def read_plan(run_dir: Path) -> dict[str, Any]:
-    """Return the plan of a run as JSON. Raises OSError or ValueError for one that cannot be read."""
+    """Return the plan of a run as JSON. Raises OSError or ValueError if it cannot be read."""
     return json.loads((run_dir / PLAN_FILE).read_text(encoding="utf-8"))
 
 
 def needed_paths(run_dir: Path) -> dict[str, str]:
-    """Return what a plan names that a worker without the run folder has to have, and the option that names it: weights
-    and tokenizers, data files, a person's own code. Raises OSError or ValueError for a plan that cannot be read."""
+    """Return the existing paths in a plan that a worker needs, each with the option that names it.
+
+    These are models and tokenizers, data files, and the user's code. Raises OSError or ValueError if the
+    plan cannot be read.
+    """
     plan = read_plan(run_dir)
     spec = plan["spec"]
-    found = {model["path"]: f"{role}.path" for role, model in spec["models"].items()}
-    for text in _texts([plan["plugins"], spec.get("rollout"), spec.get("environment"), spec["source"]]):
+    options = {model["path"]: f"{role}.path" for role, model in spec["models"].items()}
+    for text in _find_texts([plan["plugins"], spec.get("rollout"), spec.get("environment"), spec["source"]]):
         code = _CODE.fullmatch(text)
         path = code["file"] if code else text
-        if path.startswith("/") and _is(Path.is_file, path):
-            found[path] = path
-    return {path: option for path, option in found.items() if path.startswith("/") and _is(Path.exists, path)}
+        if path.startswith("/") and _check_path(Path.is_file, path):
+            options[path] = path
+    return {path: option for path, option in options.items() if path.startswith("/") and _check_path(Path.exists, path)}
 
 
-def _is(what: Callable[[Path], bool], text: str) -> bool:
-    """Return what is asked of a path; False for a text that cannot be one, such as a prompt that begins with a slash,
-    and for a path that this user cannot look at."""
+def _check_path(test: Callable[[Path], bool], text: str) -> bool:
+    """Apply ``test`` to a path; return False for a text that cannot be a path, such as a prompt that begins
+    with a slash, and for a path without permission."""
     try:
-        return what(Path(text))
+        return test(Path(text))
     except OSError:
         return False
 
 
-def weights_problem(run_dir: Path, host: str, trainer: str, *, shared: bool) -> str:
-    """Return why a generation worker on ``host`` could not get its weights from the trainer's host, "" if it can.
-    Raises OSError or ValueError for a plan that cannot be read."""
+def find_weights_problem(run_dir: Path, host: str, trainer: str, *, shared: bool) -> str:
+    """Return why a generation worker on ``host`` cannot receive weights from the host ``trainer``; "" if it can.
+
+    shared: whether ``host`` shares the run folder. Raises OSError or ValueError if the plan cannot be read.
+    """
     rollout = read_plan(run_dir)["spec"].get("rollout")
     weights = rollout["options"]["weights"] if rollout else ""
     if weights == "shm" and host != trainer:
@@ -200,27 +216,30 @@ def weights_problem(run_dir: Path, host: str, trainer: str, *, shared: bool) -> 
     return ""
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _find_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _texts(item)
+        yield from _find_texts(item)
 
 
 def files_for_host(
     run_dir: Path, folder: str, key_file: Path | None, *, shared: bool, there: Sequence[str], limit_mb: float, host: str
 ) -> FileTransfer:
-    """Return what a host without it needs, to lie in the agent's ``folder``. ``there`` are paths that look the same on
-    the host, which it uses as they are. Raises ClusterError when the rest is more than ``limit_mb``."""
-    found = FileTransfer()
+    """Return the files to send to a host, with targets in the agent's ``folder``.
+
+    shared: the host shares the run folder, and needs only keys. there: paths with the same content on the
+    host, which it uses in place. limit_mb: maximum size for each option, in MB. Raises ClusterError beyond it.
+    """
+    transfer = FileTransfer()
     if key_file is not None:
-        found.paths[str(key_file)] = f"{folder}/keys/{key_file.name.lstrip('.')}"
-        found.files[key_file] = found.paths[str(key_file)]
+        transfer.paths[str(key_file)] = f"{folder}/keys/{key_file.name.lstrip('.')}"
+        transfer.files[key_file] = transfer.paths[str(key_file)]
     if shared:
-        return found
+        return transfer
     tag = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
     # Two names in one, of up to 255 bytes each, must not be longer than 255 bytes.
-    found.paths[str(run_dir)] = f"{folder}/runs/{run_dir.parent.name[:30]}-{run_dir.name[:30]}-{tag}"
+    transfer.paths[str(run_dir)] = f"{folder}/runs/{run_dir.parent.name[:30]}-{run_dir.name[:30]}-{tag}"
     for path, option in needed_paths(run_dir).items():
         if path in there:
             continue
@@ -235,82 +254,90 @@ def files_for_host(
                 f"{option}={path}: host {host} neither shares the run folder (fileroot) nor has this under the same "
                 f"path, and {size:.0f} MB are more than scheduler.carry_mb={limit_mb:g}; copy it there"
             )
-        found.paths[path] = target
-        found.files |= {each: target + str(each)[len(path) :] for each in files}
+        transfer.paths[path] = target
+        transfer.files |= {each: target + str(each)[len(path) :] for each in files}
     plan = read_plan(run_dir)
-    found.texts[f"{found.paths[str(run_dir)]}/{PLAN_FILE}"] = json.dumps(found.rewritten_value(plan))
-    return found
+    transfer.texts[f"{transfer.paths[str(run_dir)]}/{PLAN_FILE}"] = json.dumps(transfer.map_paths_in(plan))
+    return transfer
 
 
-AHEAD = 32
-"""So many parts may be on the way to a host: they lie in the launcher's memory."""
-KEPT_WITHIN_S = 60.0
-"""A host that is there keeps a part within this time."""
+MAX_IN_FLIGHT = 32
+"""Maximum number of pieces in flight to a host, which are in the launcher's memory."""
+RECEIPT_S = 60.0
+"""Seconds within which a live host must store a piece."""
 
 
 class TransferQueue:
-    """Is where files for one host wait, and the workers that need them, in order. ``send`` gives a message of a kind to
-    the host's agent. Nothing here waits: ``advance`` is called again and again. When the host cannot keep a file, none
-    of the workers that wait is started."""
+    """Queue of the files for one host and the workers that need them, in order.
+
+    send: (kind, message) -> None sends a message to the host's agent. No method blocks; call ``advance``
+    repeatedly. If the host cannot store a file, none of the queued workers is started.
+    """
 
     def __init__(self, send: Callable[[str, Message], object]) -> None:
         self._send = send
         self._queue: deque[tuple[Iterator[FilePiece], StartWorker]] = deque()
-        self._on_way = 0
+        self._in_flight = 0
         self._problem = ""
-        self._moved = 0.0
-        self._there: dict[str, int] = {}
+        self._last_progress = 0.0
+        self._stored_bytes: dict[str, int] = {}
         self.brought: set[str] = set()
-        """Paths there of what has been brought, or is about to be."""
+        """Paths on the host of files that were sent or are queued."""
 
     def add(self, pieces: Iterator[FilePiece], start: StartWorker) -> None:
-        """Bring parts of files, then start a worker."""
+        """Queue pieces of files, and a worker to start after them."""
         self._queue.append((pieces, start))
 
-    def has_kept(self, said: Kept) -> None:
-        """Note what became of a part; the first that could not be kept says why."""
-        self._on_way, self._moved = max(0, self._on_way - 1), process_clock.now()
-        self._there[said.path] = said.size
-        if said.problem and not self._problem:
-            self._problem = f"cannot keep {said.path}: {said.problem} (--folder of its agent)"
+    def on_receipt(self, receipt: FileReceipt) -> None:
+        """Process the receipt of a piece; the first problem is kept."""
+        self._in_flight = max(0, self._in_flight - 1)
+        self._last_progress = process_clock.now()
+        self._stored_bytes[receipt.path] = receipt.size
+        if receipt.problem and not self._problem:
+            self._problem = f"cannot keep {receipt.path}: {receipt.problem} (--folder of its agent)"
 
     def advance(self) -> list[tuple[str, str]]:
-        """Send what may be sent now. Returns the workers that cannot be started, each with what its host cannot do."""
-        late = self._on_way > 0 and process_clock.now() - self._moved > KEPT_WITHIN_S
+        """Send the pieces and start the workers that are due; return (worker, reason) for those that cannot start."""
+        late = self._in_flight > 0 and process_clock.now() - self._last_progress > RECEIPT_S
         if late:
-            self._on_way, self._problem = 0, self._problem or f"has kept no part of a file for {KEPT_WITHIN_S:g} s"
-        while self._queue and not self._problem and self._on_way < AHEAD:
+            self._in_flight = 0
+            self._problem = self._problem or f"has kept no part of a file for {RECEIPT_S:g} s"
+        while self._queue and not self._problem and self._in_flight < MAX_IN_FLIGHT:
             pieces, start = self._queue[0]
             try:
-                piece = self._missing(pieces)
+                piece = self._next_piece(pieces)
             except OSError as error:
                 self._problem = f"cannot be given a file: {error}"
                 break
             if piece is not None:
-                self._moved = process_clock.now() if not self._on_way else self._moved
-                self._on_way += 1
+                self._last_progress = process_clock.now() if not self._in_flight else self._last_progress
+                self._in_flight += 1
                 self.brought.add(piece.path)
                 self._send("file", piece)
-            elif self._on_way:
-                break  # the worker starts when everything before it is there
+            elif self._in_flight:
+                break  # the worker starts when everything before it has been stored
             else:
                 self._queue.popleft()
                 self._send("start", start)
-        if not self._problem or self._on_way:
+        if not self._problem or self._in_flight:
             return []
-        failed, self._problem = [(name, self._problem) for name in self.withdraw()], ""
+        failed = [(name, self._problem) for name in self.withdraw()]
+        self._problem = ""
         self.brought.clear()
         return failed
 
-    def _missing(self, pieces: Iterator[FilePiece]) -> FilePiece | None:
-        """Return the next part that the host has not got already; the last of a file in any case."""
+    def _next_piece(self, pieces: Iterator[FilePiece]) -> FilePiece | None:
+        """Return the next piece that the host does not have, but the last piece of a file in any case; None at the end.
+
+        The last piece gives the file its name.
+        """
         for piece in pieces:
-            if piece.last or piece.offset + len(piece.data) > self._there.get(piece.path, 0):
+            if piece.last or piece.offset + len(piece.data) > self._stored_bytes.get(piece.path, 0):
                 return piece
         return None
 
     def withdraw(self) -> list[str]:
-        """Start none of the workers that wait; their names."""
+        """Drop the queue; return the names of its workers, which are not started."""
         names = [start.name for _, start in self._queue]
         self._queue.clear()
         return names

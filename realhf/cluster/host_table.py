@@ -1,4 +1,4 @@
-"""Keeps the launcher's view of the hosts that take part: what each has, which workers run there, what it shares."""
+"""The launcher's table of joined hosts: their resources, workers, shared files and recent failures."""
 
 from __future__ import annotations
 
@@ -13,166 +13,190 @@ from pathlib import Path
 from realhf.base import process_clock
 from realhf.base.host_resources import usable_cores
 from realhf.cluster.file_transfer import TransferQueue
-from realhf.cluster.messages import HostHello, Probe, Probed
+from realhf.cluster.messages import HostHello, Probe, ProbeAnswer
 from realhf.cluster.own_host import own_gpus
-from realhf.cluster.placement import LAUNCHER, USES_GPU, Place, kind_of
+from realhf.cluster.placement import LAUNCHER, USES_GPU, CandidateHost, kind_of
 from realhf.scheduler.base import WorkerSpec
 
 CLOCKS_APART_S = 5.0
+"""Difference of clocks from which a warning is given, in seconds."""
 _SHARES = {None: "fileroot not looked at", True: "shares fileroot", False: "does not share fileroot"}
 PROBE_S = 10.0
-"""How long a host may take to look at the run folder."""
+"""Seconds within which a host must answer a probe of the run folder."""
 
 
-REST_S, LONGEST_REST_S = 15.0, 600.0
-"""How long a host on which workers fail gets none: at first, doubled each time, and at most."""
-QUICK_S, QUICK_ENDS = 10.0, 2
-"""A worker that fails so soon may have failed because of its host; so many in a row have."""
+REST_S = 15.0
+"""Seconds that a host gets no workers after failures; doubled each time, ..."""
+MAX_REST_S = 600.0
+"""... up to this."""
+QUICK_S = 10.0
+"""A worker that fails within this time may have failed because of its host, ..."""
+QUICK_ENDS = 2
+"""... and this many in a row are taken to have."""
 
 
 @dataclass
-class Backoff:
-    """What has failed on a host since a worker last ran there for ``QUICK_S``: how many ends in a row, how often it was
-    let rest for them and until when (``process_clock.now``), and what the last one said."""
+class HostBackoff:
+    """Failures on a host since a worker last ran there for ``QUICK_S``, and the pause that follows them."""
 
     ends: int = 0
+    """Failures in a row."""
     rests: int = 0
+    """Number of pauses so far."""
     until: float = 0.0
+    """End of the pause (process_clock.now)."""
     why: str = ""
+    """Reason of the last failure."""
 
     @property
     def left_s(self) -> float:
-        """Seconds until the host gets workers again; 0 when it does."""
+        """Seconds until the host gets workers again; 0 if it does now."""
         return max(0.0, self.until - process_clock.now())
 
 
 @dataclass
-class Running:
-    """A worker that runs: its spec as the launcher gave it, its host, since when, and where its log ended here."""
+class RunningWorker:
+    """A running worker."""
 
     spec: WorkerSpec
+    """As the launcher gave it, with paths of the launcher's machine."""
     host: str
     since: float
+    """Time of its start (process_clock.now)."""
     gpu: int | None = None
+    """Number of its GPU on the host; None without one, or if it sees all of them."""
 
 
 @dataclass
 class Host:
-    """A host that takes part. ``transfers``: what is on the way to it; ``shared``: whether it has the run folder, None
-    before it was asked; ``there``: paths that look the same on it; ``leave_by``: when it is sent away at the latest
-    (``process_clock.now``), if it was told to leave; ``strange``: it has talked nonsense."""
+    """A joined host."""
 
     hello: HostHello
     transfers: TransferQueue
+    """Files to send to it, and the workers that need them."""
     shared: bool | None = None
+    """Whether it shares the run folder; None before it was probed."""
     there: set[str] = field(default_factory=set)
+    """Paths that have the same content on it as on the launcher's machine."""
     since: float = field(default_factory=process_clock.now)
+    """Time of its registration (process_clock.now)."""
     leave_by: float = math.inf
+    """If an operator removes it: when it is dropped at the latest (process_clock.now)."""
     strange: bool = False
+    """Whether its agent has sent invalid messages."""
 
     @property
     def leaving(self) -> bool:
-        """Whether it was told to leave."""
+        """Whether an operator is removing it."""
         return self.leave_by != math.inf
 
 
 class HostTable:
-    """Is what the scheduler knows: ``hosts`` by name, ``workers`` by name, and the ``troubles`` of hosts, which outlast
-    a run that begins again."""
+    """Hosts and workers by name, and the recent failures (``troubles``) of hosts, which outlast a restart of the run."""
 
-    def __init__(self, troubles: dict[str, Backoff] | None = None) -> None:
+    def __init__(self, troubles: dict[str, HostBackoff] | None = None) -> None:
         self.hosts: dict[str, Host] = {}
-        self.workers: dict[str, Running] = {}
+        self.workers: dict[str, RunningWorker] = {}
         self.troubles = {} if troubles is None else troubles
 
-    def on(self, host: str) -> dict[str, Running]:
+    def workers_on(self, host: str) -> dict[str, RunningWorker]:
         """Return the workers on a host."""
         return {name: worker for name, worker in self.workers.items() if worker.host == host}
 
-    def places(self) -> list[Place]:
-        """Return where workers may go, the launcher's machine first. Hosts on one machine share its GPUs: the first
-        node of a batch job has the launcher and an agent."""
+    def candidates(self) -> list[CandidateHost]:
+        """Return the hosts that may get workers, the launcher's machine first.
+
+        Hosts of one machine share its GPUs, such as the launcher and the agent on the first node of a batch job.
+        """
         gpus: dict[str, Sequence[str]] = {LAUNCHER: own_gpus()}
         gpus |= {name: host.hello.gpus for name, host in sorted(self.hosts.items())}
-        taken = {name: self._gpus_on(name, own) for name, own in gpus.items()}
+        taken = {name: self._gpus_by_worker(name, own) for name, own in gpus.items()}
         seen_by = Counter(gpu for own in gpus.values() for gpu in set(own))
         holders = {gpu: list[tuple[str, str]]() for gpu in seen_by}
         for name, workers in taken.items():
             for worker, number in workers.items():
                 if number is not None:
                     holders[gpus[name][number]].append((name, worker))
-        found: list[Place] = []
+        candidates: list[CandidateHost] = []
         for name, own in gpus.items():
             host = self.hosts.get(name)
             if host is not None and host.leaving:
                 continue
-            cores, shared = (host.hello.cores, bool(host.shared)) if host else (usable_cores(), True)
+            cores = host.hello.cores if host else usable_cores()
+            shared = bool(host.shared) if host else True
             beside = {
                 worker: number for number, gpu in enumerate(own) for other, worker in holders[gpu] if other != name
             }
             offered = frozenset(number for number, gpu in enumerate(own) if seen_by[gpu] > 1)
             rests = self.rest_s(name) > 0
-            found.append(Place(name, cores, len(own), shared, taken[name], beside, offered, rests))
-        return found
+            candidates.append(CandidateHost(name, cores, len(own), shared, taken[name], beside, offered, rests))
+        return candidates
 
-    def _gpus_on(self, host: str, gpus: Sequence[str]) -> Mapping[str, int | None]:
-        """Return the GPU of each worker there; the first, which torch takes, of one that computes and sees all."""
+    def _gpus_by_worker(self, host: str, gpus: Sequence[str]) -> Mapping[str, int | None]:
+        """Return the GPU of each worker of a host.
 
-        def gpu_of(name: str, worker: Running) -> int | None:
+        A worker that computes and sees all GPUs uses the first one, as torch does.
+        """
+
+        def gpu_of(name: str, worker: RunningWorker) -> int | None:
             number = 0 if worker.gpu is None and kind_of(name) in USES_GPU else worker.gpu
             return number if number is not None and number < len(gpus) else None
 
-        return {name: gpu_of(name, worker) for name, worker in self.on(host).items()}
+        return {name: gpu_of(name, worker) for name, worker in self.workers_on(host).items()}
 
-    def failed(self, worker: Running, why: str, *, sure: bool) -> str:
-        """Note that a worker has failed, ``sure`` because of its host; return what a person should know of it, "" when
-        the host goes on getting workers."""
+    def note_failure(self, worker: RunningWorker, why: str, *, sure: bool) -> str:
+        """Record the failure of a worker, and pause its host if the host is the likely cause.
+
+        sure: the host is known to be the cause. Returns a notice for the user if the host is paused, else "".
+        """
         host = worker.host
         if not sure and process_clock.now() - worker.since >= QUICK_S:
             self.troubles.pop(host, None)
             return ""
-        trouble = self.troubles.setdefault(host, Backoff())
-        trouble.ends, trouble.why = trouble.ends + 1, f"{worker.spec.name} {why}"
+        trouble = self.troubles.setdefault(host, HostBackoff())
+        trouble.ends += 1
+        trouble.why = f"{worker.spec.name} {why}"
         if not (sure or trouble.ends >= QUICK_ENDS) or trouble.left_s:
             return ""
-        rest_s = min(LONGEST_REST_S, REST_S * 2**trouble.rests)
-        trouble.until, trouble.rests = process_clock.now() + rest_s, trouble.rests + 1
+        rest_s = min(MAX_REST_S, REST_S * 2**trouble.rests)
+        trouble.until = process_clock.now() + rest_s
+        trouble.rests += 1
         return f"host {host} gets no workers for {rest_s:g} s: {trouble.why}"
 
     def rest_s(self, host: str) -> float:
-        """Return for how long a host gets no workers."""
+        """Return the seconds for which a host gets no workers."""
         trouble = self.troubles.get(host)
         return trouble.left_s if trouble is not None else 0.0
 
-    def take(self, host: str) -> dict[str, Running]:
-        """Remove a host with its workers, and return these."""
+    def remove_host(self, host: str) -> dict[str, RunningWorker]:
+        """Remove a host and its workers; return the workers."""
         self.hosts.pop(host, None)
-        gone = self.on(host)
+        gone = self.workers_on(host)
         for name in gone:
             del self.workers[name]
         return gone
 
     def lines(self, endpoint: str) -> Iterator[str]:
-        """Say what takes part, a line for each host and worker."""
+        """Yield a line of text for each host and worker."""
         yield f"launcher at {endpoint}: {len(self.hosts)} hosts, {len(self.workers)} workers"
         rows = {LAUNCHER: ""} | {
             name: f"  {host.hello.address}  {host.hello.cores} cores  {host.hello.memory_gib:.0f} GiB  "
-            f"{len(host.hello.gpus)} GPUs  {_SHARES[host.shared]}{'  leaving' * host.leaving}{self._rests(name)}"
+            f"{len(host.hello.gpus)} GPUs  {_SHARES[host.shared]}{'  leaving' * host.leaving}{self._rest_text(name)}"
             for name, host in sorted(self.hosts.items())
         }
         for host, text in rows.items():
             yield f"{host}{text}"
-            for name, worker in sorted(self.on(host).items()):
+            for name, worker in sorted(self.workers_on(host).items()):
                 gpu = "" if worker.gpu is None else f"  GPU {worker.gpu}"
                 yield f"  {name}  {process_clock.now() - worker.since:.0f} s{gpu}"
 
-    def _rests(self, host: str) -> str:
+    def _rest_text(self, host: str) -> str:
         left_s = self.rest_s(host)
         return f"  gets no workers for {left_s:.0f} s: {self.troubles[host].why}" if left_s else ""
 
 
-def warnings(hello: HostHello) -> Iterator[str]:
-    """Say what a person should know about a host that has come."""
+def list_warnings(hello: HostHello) -> Iterator[str]:
+    """Yield warnings about a host that has joined."""
     apart = hello.clock - time.time()
     if abs(apart) > CLOCKS_APART_S:
         yield (
@@ -182,29 +206,34 @@ def warnings(hello: HostHello) -> Iterator[str]:
 
 
 class FolderProbe:
-    """Finds out whether a host has ``folder``: writes a token there, which the host reads and answers beside it."""
+    """Probe whether a host shares ``folder``: it must read a token there, and write an answer next to it.
+
+    paths: fingerprints of other files by path, which are compared with the host's.
+    """
 
     def __init__(self, folder: Path, paths: Mapping[str, str]) -> None:
-        self._text, tag = secrets.token_hex(16), secrets.token_hex(4)
-        self._token, self._answer = folder / f".host-{tag}", folder / f".host-{tag}-answer"
+        self._text = secrets.token_hex(16)
+        tag = secrets.token_hex(4)
+        self._token = folder / f".host-{tag}"
+        self._answer = folder / f".host-{tag}-answer"
         self._prints = paths
         folder.mkdir(parents=True, exist_ok=True)
         self._token.write_text(self._text, encoding="ascii")
 
-    def question(self, number: int) -> Probe:
-        """Return what a host is asked."""
+    def build_probe(self, number: int) -> Probe:
+        """Return the message for a host."""
         return Probe(number, str(self._token), str(self._answer), [*self._prints])
 
-    def judge(self, host: Host, answer: Probed) -> None:
-        """Note what the host shares, and forget its answer."""
+    def apply_answer(self, host: Host, answer: ProbeAnswer) -> None:
+        """Record what the host shares, and remove its answer."""
         try:
-            said = self._answer.read_text(encoding="ascii")
+            written = self._answer.read_text(encoding="ascii")
         except (OSError, ValueError):
-            said = ""
+            written = ""
         self._answer.unlink(missing_ok=True)
-        host.shared = answer.token == self._text and said == self._text[::-1]
-        looks = zip(self._prints.items(), answer.prints, strict=False)
-        host.there = {path for (path, own), theirs in looks if own and own == theirs}
+        host.shared = answer.token == self._text and written == self._text[::-1]
+        prints = zip(self._prints.items(), answer.prints, strict=False)
+        host.there = {path for (path, own), theirs in prints if own and own == theirs}
 
     def close(self) -> None:
         """Remove the token and its answer."""

@@ -1,8 +1,7 @@
-"""Defines the messages between host agents, operators and the control endpoint of a launcher, and reads them with
-bounds.
+"""Messages between host agents, operators and the control endpoint of a launcher.
 
-A message is a header of the control protocol, whose ``kind`` says which ``Message`` the payload frame holds. Everything
-that arrives is checked for size, type and length before it is used.
+A message is a header of the control protocol, whose ``kind`` determines the ``Message`` of the payload
+frame. Size, types and lengths of everything that arrives are checked before it is used.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from realhf.transport.envelope import pack_header, pack_payload, unpack_payload
 from realhf.transport.errors import ProtocolError
 
 CONTROL = "control"
-"""Stands in the header where messages of a run have the id of the run."""
+"""Header field ``run`` of these messages, in place of the id of a run."""
 TAIL_BYTES = 64 << 10
-"""At most this much of the end of a worker's log comes with its exit."""
+"""Maximum size of the end of a worker's log that is sent with its exit."""
 PIECE_BYTES = 128 << 10
-"""Files are carried in pieces of this size: each is a sign of life, which has to come often over a slow link too."""
+"""Size of the pieces of a file. Each piece counts as a heartbeat, so it must be small enough for a slow link."""
 LINE_CHARACTERS = 1 << 20
-"""A longer line of a worker is cut."""
+"""Length to which a line of a worker's output is cut."""
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z")]
 WorkerName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?\Z")]
@@ -34,77 +33,97 @@ M = TypeVar("M", bound=Message)
 
 
 class HostHello(Message, frozen=True):
-    """Says what a host has: cores that its workers may use, memory (GiB), GPUs by names that no other GPU of any
-    machine has (``own_gpus``), the address from which it reaches the launcher, its clock (s since the epoch), the
-    folder that it has for a run, how many workers of each kind it is to get, and what it is made of (``own_host``)."""
+    """Registration of a host, with its resources."""
 
     name: Name
     cores: Annotated[int, Meta(ge=1, le=1 << 16)]
+    """Cores that its workers may use."""
     memory_gib: Annotated[float, Meta(ge=0, le=1 << 20)]
     gpus: Annotated[list[Annotated[str, Meta(max_length=160)]], Meta(max_length=64)]
+    """GPUs by names that are unique among all machines (``own_gpus``)."""
     address: Annotated[str, Meta(pattern=r"^[0-9A-Za-z.:_-]{1,64}\Z")]
+    """Address from which it reaches the launcher."""
     machine: Annotated[str, Meta(max_length=200)]
+    """Identity of the machine (``host_token``)."""
     clock: float
+    """Time on the host, in seconds since the epoch."""
     folder: Annotated[str, Meta(max_length=4096, pattern="^/")]
+    """The agent's own folder, for the files of a run."""
     wants: Annotated[dict[Name, Count], Meta(max_length=8)]
+    """Number of workers of each kind that the host asks for."""
     made_of: Annotated[dict[Name, Annotated[str, Meta(max_length=80)]], Meta(max_length=32)]
+    """Digest of the package's files and versions of packages (``own_host.installed_versions``)."""
 
 
 class Welcome(Message, frozen=True):
-    """Answers a hello: a sign of life is wanted every ``ping_s``; a launcher silent for ``silent_s`` is gone."""
+    """Acceptance of a host."""
 
     ping_s: float
+    """Interval of the heartbeats that the launcher expects, in seconds."""
     silent_s: float
+    """Seconds of silence after which the agent must consider the launcher dead."""
 
 
-class Refused(Message, frozen=True):
-    """Says why somebody may not take part."""
+class HelloRefusal(Message, frozen=True):
+    """Refusal of a registration."""
 
     reason: Text
 
 
 class Nothing(Message, frozen=True):
-    """Is a message whose kind says everything: ``ping`` and ``pong``; ``again``: register anew; ``over``: the run has
-    ended; ``leave``: the host takes part no longer; ``status``: an operator asks."""
+    """Message without content.
+
+    Kinds: ``ping`` and ``pong``; ``again``: register again; ``over``: the run has ended; ``leave``: the
+    host leaves; ``status``: an operator's request for the state.
+    """
 
 
 class Probe(Message, frozen=True):
-    """Asks whether ``token`` can be read on the host, which then writes its text to ``answer``; and what each of
-    ``paths`` looks like there."""
+    """Question whether a host shares the run folder, and which files it has."""
 
     number: int
     token: Text
+    """Path of a file with a secret text, which the host reads."""
     answer: Text
+    """Path to which the host writes the text reversed."""
     paths: Annotated[list[Text], Meta(max_length=256)]
+    """Paths whose fingerprints are wanted."""
 
 
-class Probed(Message, frozen=True):
-    """Answers a probe: what ``token`` holds ("" where it cannot be read) and the print of each path ("": absent)."""
+class ProbeAnswer(Message, frozen=True):
+    """Answer to a probe."""
 
     number: int
+    """Number of the probe."""
     token: Text
+    """Text of the token's file; "" if it cannot be read."""
     prints: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=256)]
+    """Fingerprint of each path; "" if it does not exist."""
 
 
 class FilePiece(Message, frozen=True):
-    """Carries a part of a file that a worker needs, to ``path`` in the agent's own folder."""
+    """Piece of a file that a worker needs."""
 
     path: Text
+    """Target in the agent's own folder."""
     offset: Annotated[int, Meta(ge=0)]
     data: bytes
     last: bool
+    """Whether this piece completes the file."""
 
 
-class Kept(Message, frozen=True):
-    """Answers each part of a file: how many bytes of it the host has now, or why it cannot keep it."""
+class FileReceipt(Message, frozen=True):
+    """Answer to each piece of a file."""
 
     path: Text
     size: Annotated[int, Meta(ge=0)]
+    """Bytes of the file that the host has now."""
     problem: Annotated[str, Meta(max_length=500)]
+    """Why the host cannot store it; "" if it can."""
 
 
 class StartWorker(Message, frozen=True):
-    """Asks for a process; the fields are those of ``WorkerSpec``, with paths of the host."""
+    """Request to start a process. The fields are those of ``WorkerSpec``, with paths of the host."""
 
     name: WorkerName
     module: Text
@@ -116,14 +135,16 @@ class StartWorker(Message, frozen=True):
 
 
 class EndWorker(Message, frozen=True):
-    """Asks for the end of one worker, or of all ("") with what they have started; killed after ``grace_s``."""
+    """Request to end workers with their child processes."""
 
     name: Annotated[str, Meta(max_length=129)]
+    """Name of the worker; "" for all."""
     grace_s: Annotated[float, Meta(ge=0, le=600)]
+    """Seconds after which they are killed."""
 
 
 class KillWorker(Message, frozen=True):
-    """Asks to kill one worker at once; see ``Scheduler.kill``."""
+    """Request to kill a worker at once. The fields are the arguments of ``Scheduler.kill``."""
 
     name: WorkerName
     cause: Text
@@ -132,47 +153,52 @@ class KillWorker(Message, frozen=True):
 
 
 class Lines(Message, frozen=True):
-    """Carries lines of a worker's standard output."""
+    """Lines of a worker's standard output."""
 
     name: WorkerName
     lines: Annotated[list[Annotated[str, Meta(max_length=LINE_CHARACTERS)]], Meta(max_length=1 << 16)]
 
 
 class Exited(Message, frozen=True):
-    """Reports the end of a worker: where its log is on the host, where in it the worker began, and how it ends; and its
-    cause, if the agent knows it beside the exit code."""
+    """Report of the end of a worker."""
 
     name: WorkerName
     exit_code: Annotated[int, Meta(ge=-255, le=255)]
     log: Text
+    """Path of its log on the host."""
     log_from: Annotated[int, Meta(ge=0)]
+    """Offset in the log at which the worker began, in bytes."""
     tail: Annotated[bytes, Meta(max_length=TAIL_BYTES)]
+    """End of the log."""
     cause: Text = ""
+    """Cause of the end, if the agent knows more than the exit code."""
 
 
 class NotStarted(Message, frozen=True):
-    """Says why a worker could not be started."""
+    """Report that a worker could not be started."""
 
     name: WorkerName
     reason: Text
 
 
 class Ended(Message, frozen=True):
-    """Says that nothing of the run is left on the host."""
+    """Report that no process of the run is left on the host."""
 
 
-class Order(Message, frozen=True):
-    """Asks a running job, for an operator, to add workers of a kind to a host, or to remove a host; with ``new_keys``
-    the run begins again without it, with keys that it does not know."""
+class OperatorOrder(Message, frozen=True):
+    """Operator's request to add workers to a host (kind ``add``), or to remove a host (``remove``)."""
 
     host: Name
     kind: Annotated[str, Meta(max_length=64)]
+    """Kind of the workers to add."""
     count: Count
+    """Number of the workers to add."""
     new_keys: bool = False
+    """Restart the run without the removed host, with keys that it does not know."""
 
 
-class Report(Message, frozen=True):
-    """Answers an operator with lines to print."""
+class OperatorReport(Message, frozen=True):
+    """Answer to an operator: lines to print."""
 
     lines: Annotated[list[Text], Meta(max_length=1 << 14)]
     failed: bool = False
@@ -182,23 +208,23 @@ OF_AGENT: Mapping[str, type[Message]] = MappingProxyType(
     {
         "hello": HostHello,
         "ping": Nothing,
-        "probed": Probed,
-        "kept": Kept,
+        "probed": ProbeAnswer,
+        "kept": FileReceipt,
         "lines": Lines,
         "exited": Exited,
         "not_started": NotStarted,
         "ended": Ended,
         "leave": Nothing,
         "status": Nothing,
-        "add": Order,
-        "remove": Order,
+        "add": OperatorOrder,
+        "remove": OperatorOrder,
     }
 )
-"""What a control endpoint takes."""
+"""Messages that a control endpoint accepts, by kind."""
 OF_LAUNCHER: Mapping[str, type[Message]] = MappingProxyType(
     {
         "welcome": Welcome,
-        "refused": Refused,
+        "refused": HelloRefusal,
         "pong": Nothing,
         "again": Nothing,
         "over": Nothing,
@@ -208,20 +234,19 @@ OF_LAUNCHER: Mapping[str, type[Message]] = MappingProxyType(
         "end": EndWorker,
         "kill": KillWorker,
         "leave": Nothing,
-        "report": Report,
+        "report": OperatorReport,
     }
 )
-"""What an agent or an operator takes."""
+"""Messages that an agent or an operator accepts, by kind."""
 
 
-def packed(kind: str, session: bytes, message: Message | None = None, **fields: Any) -> list[bytes]:
-    """Return the frames of a message."""
+def pack_message(kind: str, session: bytes, message: Message | None = None, **fields: Any) -> list[bytes]:
+    """Encode a message as frames. ``fields`` are added to the header."""
     return [pack_header(kind, CONTROL, session, **fields), pack_payload(to_payload(message or Nothing(), kind))]
 
 
-def unpacked(kind: str, payload: Sequence[Any], known: Mapping[str, type[Message]]) -> Message:
-    """Return the message in a payload. Raises ProtocolError for a kind that is not ``known`` and for anything that does
-    not have its form."""
+def unpack_message(kind: str, payload: Sequence[Any], known: Mapping[str, type[Message]]) -> Message:
+    """Decode a payload. Raises ProtocolError for a kind that is not in ``known``, and for a malformed payload."""
     form = known.get(kind)
     if form is None:
         raise ProtocolError(f"unknown message kind {kind!r:.40}")

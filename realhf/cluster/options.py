@@ -1,4 +1,4 @@
-"""Says how a launcher finds and uses the hosts that join it."""
+"""Options of schedulers that use joined hosts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fnmatch import fnmatchcase
 from realhf.api.config import ADDRESS_WANTED, no_address
 from realhf.api.option import option
 from realhf.base.text import close_to
-from realhf.cluster.placement import LAUNCHER, kind_of, wished
+from realhf.cluster.placement import LAUNCHER, find_wished_host, kind_of
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 @dataclass
 class ClusterOptions:
-    """Where host agents reach the launcher, for whom it waits, and what runs where."""
+    """Control endpoint for host agents, expected hosts, and placement of workers."""
 
     address: str = option("", "Host agents reach the launcher at this address of its machine (its network.bind).")
     port: int = option(
@@ -55,7 +55,7 @@ class ClusterOptions:
     )
 
     def problems(self, name: str) -> Iterator[str]:
-        """Only players can be added to a run, and the master stays where the launcher is."""
+        """Yield errors of these options, each naming its option."""
         if no_address(self.address):
             yield f"{name}.address={self.address}: {ADDRESS_WANTED}"
         for host in self.hosts:
@@ -75,7 +75,7 @@ class ClusterOptions:
 
 @dataclass
 class EngineOptions(ClusterOptions):
-    """What differs where an engine starts the host agents: it tells them where and with which keys to join."""
+    """``ClusterOptions`` with other defaults where an engine starts the agents and gives them endpoint and keys."""
 
     port: int = option(
         0, "The control endpoint for host agents listens on this port; 0: any.", at_least=0, at_most=65535
@@ -88,7 +88,7 @@ class EngineOptions(ClusterOptions):
 
 
 def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Iterator[str]:
-    """Name what ``placement`` says of workers that the run does not have. Those that join later have a known kind."""
+    """Yield an error for each entry of ``placement`` that matches no worker of the run, nor the kind of one."""
     kinds = sorted({kind_of(name) for name in workers})
     for said in options.placement:
         if kind_of(said) not in kinds and not any(fnmatchcase(name, said) for name in workers):
@@ -96,12 +96,11 @@ def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Itera
 
 
 def elsewhere(options: ClusterOptions, name: str) -> bool:
-    """Return whether a worker runs on a host that joins: it was placed there, or it generates and such a host is waited
-    for."""
-    if host := wished(name, options.placement):
+    """Return whether a worker will run on a joined host: by ``placement``, or a generation worker if one is expected."""
+    if host := find_wished_host(name, options.placement):
         return host != LAUNCHER
     return kind_of(name) == "generation" and bool(options.hosts or options.min_hosts)
 
 
 ELASTIC = ("rollout_worker", "generation")
-"""Kinds of workers of which a running asynchronous run takes more, and of which it can do without some."""
+"""Kinds of workers that may join and leave a running asynchronous run."""

@@ -1,4 +1,4 @@
-"""Says what the host that this process runs on has."""
+"""Description of the own host: name, GPUs, installed versions, and fingerprints of files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from realhf.transport.network import LOOPBACK_ADDRESS, address_towards, host_of,
 
 
 def host_name() -> str:
-    """Return the host's name in a form that may stand in files and options."""
+    """Return the host's name, reduced to the characters that file names and options allow."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename.partition(".")[0]).strip("-._")[:63] or "host"
 
 
 def own_gpus() -> tuple[str, ...]:
-    """Return the GPUs that this process sees, in its order, by names that are the same for every process of this
-    machine and for no other machine's."""
+    """Return the GPUs that this process sees, in its order.
+
+    The names are equal for all processes of this machine, and different from those of other machines.
+    """
     try:
         machine = boot_id()
     except OSError:
@@ -38,28 +40,32 @@ def own_gpus() -> tuple[str, ...]:
 
 
 @cache
-def made_of() -> dict[str, str]:
-    """Return what computes on this host: a digest of the package's own files, Python, and the versions of packages."""
+def installed_versions() -> dict[str, str]:
+    """Return a digest of the package's own files, and the versions of Python and of packages that affect results."""
     source = digest_of(IMPORT_ROOT, ("realhf", "workers", "experiments", "configs"))
     versions = {name: version for name, version in package_versions(COMPUTING).items() if version}
     return {"source": source[:16], "Python": platform.python_version(), **versions}
 
 
-def unlike(theirs: Mapping[str, str]) -> str:
-    """Say how what a host is made of differs from what this one is, where results depend on it; "" if it does not. What
-    a version says of its build, such as that for a GPU, does not count."""
-    here = made_of()
-    found = [
-        f"{SAID.get(name, name)} {theirs.get(name, 'none')}, here {here.get(name, 'none')}"
+def describe_differences(theirs: Mapping[str, str]) -> str:
+    """Describe how a host's ``installed_versions`` differ from those here; "" if they do not.
+
+    Only the package's files and the packages in ``SAME`` count, without the build part of a version (+cpu).
+    """
+    here = installed_versions()
+    different = [
+        f"{LABELS.get(name, name)} {theirs.get(name, 'none')}, here {here.get(name, 'none')}"
         for name in ("source", *SAME)
         if theirs.get(name, "").partition("+")[0] != here.get(name, "").partition("+")[0]
     ]
-    return "; ".join(found)
+    return "; ".join(different)
 
 
-def describe(name: str, launcher: str, folder: Path, wants: Mapping[str, int]) -> HostHello:
-    """Return what a host agent registers with at the endpoint tcp://HOST:PORT. Raises NetworkError when there is no
-    route to it."""
+def describe_host(name: str, launcher: str, folder: Path, wants: Mapping[str, int]) -> HostHello:
+    """Return the registration of this host at the endpoint ``launcher`` (tcp://HOST:PORT).
+
+    Raises NetworkError without a route to it.
+    """
     import psutil
 
     own = LOOPBACK_ADDRESS if on_loopback(launcher) else address_towards(host_of(launcher))
@@ -73,41 +79,50 @@ def describe(name: str, launcher: str, folder: Path, wants: Mapping[str, int]) -
         clock=time.time(),
         folder=str(folder),
         wants=dict(wants),
-        made_of=made_of(),
+        made_of=installed_versions(),
     )
 
 
 SAME = ("torch", "transformers", "tokenizers")
-"""Packages whose versions decide what is computed; they have to be the same everywhere."""
+"""Packages whose versions must be equal on all hosts, since results depend on them."""
 COMPUTING = (*SAME, "numpy", "safetensors", "vllm")
-SAID = {"source": "the package's files with the digest"}
+"""Packages whose versions are recorded."""
+LABELS = {"source": "the package's files with the digest"}
 
 
 WHOLE_BYTES = 64 << 20
+"""Size up to which all of a file is digested."""
 PART_BYTES = 8 << 20
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16
+"""The same for each file in a folder."""
+SAMPLES = 64
+"""Number of pieces that are digested of a larger file."""
+SAMPLE_BYTES = 1 << 16
+"""Size of such a piece."""
 
 
 def fingerprint(path: Path) -> str:
-    """Return a digest by which two hosts compare a path: of a file's content, or of the names and contents of what is
-    in a folder; "" where there is neither. Of a file above ``WHOLE_BYTES``, in a folder above ``PART_BYTES``, size and
-    ``SAMPLES`` pieces count: who computes this gives signs of life beside it, and it may have the size of a disk."""
+    """Return a digest by which two hosts compare a path; "" if the path does not exist.
+
+    Covers the content of a file, or names and contents of the files in a folder. Of a file larger than
+    ``WHOLE_BYTES``, in a folder ``PART_BYTES``, it covers the size and ``SAMPLES`` pieces: the agent must send
+    heartbeats, and files may be as large as a disk.
+    """
     digest = hashlib.sha256()
     try:
         if path.is_file():
-            return _content(path, WHOLE_BYTES)
+            return _digest_file(path, WHOLE_BYTES)
         if not path.is_dir():
             return ""
-        for found in sorted(path.rglob("*")):
-            if found.is_file():
-                digest.update(f"{found.relative_to(path)}\0{_content(found, PART_BYTES)}\0".encode())
+        for file in sorted(path.rglob("*")):
+            if file.is_file():
+                digest.update(f"{file.relative_to(path)}\0{_digest_file(file, PART_BYTES)}\0".encode())
     except OSError:
         return ""
     return digest.hexdigest()
 
 
-def _content(path: Path, whole_bytes: int) -> str:
-    """Return a digest of a file: of all of it, or above ``whole_bytes`` of its size and pieces of it."""
+def _digest_file(path: Path, whole_bytes: int) -> str:
+    """Return a digest of a whole file, or, above ``whole_bytes``, of its size and pieces of it."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)

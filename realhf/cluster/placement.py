@@ -1,4 +1,4 @@
-"""Decides on which host a worker runs. Pure: it knows hosts and workers as values only."""
+"""Placement of workers on hosts, as pure functions."""
 
 from __future__ import annotations
 
@@ -8,45 +8,49 @@ from fnmatch import fnmatchcase
 
 
 class ClusterError(OSError):
-    """Is raised when workers cannot be started on the hosts that there are; the message names host and option."""
+    """Workers that cannot be started on the available hosts; the message names host and option."""
 
 
 LAUNCHER = "launcher"
-"""The name of the launcher's own machine among the hosts."""
+"""Name of the launcher's own machine among the hosts."""
 USES_GPU = ("model_worker", "generation")
+"""Kinds of workers that use a GPU where there is one."""
 PACKED = ("model_worker",)
-"""Kinds whose workers compute together, so that they share a host."""
+"""Kinds whose workers compute together and therefore share a host."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a host has and what is on it. ``workers``: names of the workers there, with the GPU that each has;
-    ``shared``: whether the run folder is there. Other hosts may be on the same machine, and see the same GPUs:
-    ``beside`` are workers there that have one of this host's, with its number here; ``offered`` are those of its GPUs
-    that other hosts see as well. On one that is ``resting`` workers have failed just now."""
+class CandidateHost:
+    """A host with its resources and their use. Several hosts may be on one machine and see the same GPUs."""
 
     name: str
     cores: int
     gpus: int
+    """Number of GPUs."""
     shared: bool
+    """Whether it shares the run folder."""
     workers: Mapping[str, int | None]
+    """Workers on the host by name, each with the number of its GPU."""
     beside: Mapping[str, int] = field(default_factory=dict)
+    """Workers of other hosts of the same machine that use a GPU of this host, with its number here."""
     offered: frozenset[int] = frozenset()
+    """GPUs that other hosts of the same machine see as well."""
     resting: bool = False
+    """Whether workers have failed on it recently, so that it gets none for a while."""
 
     @property
     def holders(self) -> dict[str, int]:
-        """The workers that have a GPU of this host, and its number."""
+        """Workers that use a GPU of this host, with its number."""
         return {name: gpu for name, gpu in self.workers.items() if gpu is not None} | dict(self.beside)
 
     @property
     def free_gpus(self) -> list[int]:
-        """GPUs that no worker has; first those that no other host sees."""
+        """GPUs that no worker uses; those that no other host sees come first."""
         taken = set(self.holders.values())
         return sorted({*range(self.gpus)} - taken, key=lambda gpu: (gpu in self.offered, gpu))
 
     def load(self) -> float:
-        """Workers for each core."""
+        """Return the number of workers per core."""
         return len(self.workers) / self.cores
 
 
@@ -55,36 +59,43 @@ def kind_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def wished(name: str, placement: Mapping[str, str]) -> str:
-    """Return the host that ``placement`` names for a worker: by its name, else by its kind, else by the first pattern
-    that fits it."""
+def find_wished_host(name: str, placement: Mapping[str, str]) -> str:
+    """Return the host that ``placement`` names for a worker; "" without one.
+
+    The worker's name takes precedence over its kind, and this over the first pattern that matches.
+    """
     for exact in (name, kind_of(name)):
         if exact in placement:
             return placement[exact]
     return next((host for pattern, host in placement.items() if fnmatchcase(name, pattern)), "")
 
 
-def choose(name: str, places: Sequence[Place], wish: str = "", *, strict: bool = True) -> Place:
-    """Return where a worker goes. ``places`` has the launcher's machine first. ``wish`` is a host by name; without
-    ``strict`` another one will do when it is not there.
+def choose_host(name: str, places: Sequence[CandidateHost], wish: str = "", *, strict: bool = True) -> CandidateHost:
+    """Choose the host of a worker.
 
-    One that rests is chosen only where no other will do, which does not make the launcher's machine another one.
-    Workers that keep a checkpoint need the run folder. Trainers of one run share a host, the launcher's where no other
-    has more GPUs; other workers go to the host with the fewest workers for its cores, to the launcher's only when there
-    is no other. Raises ClusterError that says what is needed and what each host has.
+    places: all hosts, the launcher's machine first. wish: name of a wanted host; unless ``strict``,
+    another one is chosen if it is missing.
+
+    - Trainers of a run share a host: the launcher's, unless another one has more GPUs. It must share the
+      run folder, into which they write checkpoints.
+    - Other workers go to the host with the fewest workers per core, to the launcher's machine only if
+      there is no other host. Those that use a GPU go to the host with the most free GPUs.
+    - A resting host is chosen only if all hosts but the launcher's are resting.
+
+    Raises ClusterError with the requirement and the resources of each host.
     """
     if wish:
-        found = next((place for place in places if place.name == wish), None)
-        if found is None and strict:
-            there = ", ".join(place.name for place in places)
+        wanted = next((place for place in places if place.name == wish), None)
+        if wanted is None and strict:
+            names = ", ".join(place.name for place in places)
             raise ClusterError(
-                f"{name}: there is no host {wish!r} (scheduler.placement, scheduler.hosts), only {there}"
+                f"{name}: there is no host {wish!r} (scheduler.placement, scheduler.hosts), only {names}"
             )
-        if found is not None and (strict or not found.resting):
-            return _fitting(name, found)
+        if wanted is not None and (strict or not wanted.resting):
+            return _check_fits(name, wanted)
     kind = kind_of(name)
     if kind in PACKED:
-        return _fitting(name, _trainers_place(name, places))
+        return _check_fits(name, _choose_trainer_host(name, places))
     joined = [place for place in places if place.name != LAUNCHER]
     hosts = [place for place in joined if not place.resting] or joined or list(places)
     if kind in USES_GPU and any(place.gpus for place in places):
@@ -94,7 +105,7 @@ def choose(name: str, places: Sequence[Place], wish: str = "", *, strict: bool =
     return min(hosts, key=lambda place: (place.load(), place.name))
 
 
-def _trainers_place(name: str, places: Sequence[Place]) -> Place:
+def _choose_trainer_host(name: str, places: Sequence[CandidateHost]) -> CandidateHost:
     beside = [place for place in places if any(kind_of(other) in PACKED for other in place.workers)]
     if beside:
         return beside[0]
@@ -104,7 +115,7 @@ def _trainers_place(name: str, places: Sequence[Place]) -> Place:
     return max(able, key=lambda place: (place.gpus, place.name == LAUNCHER))
 
 
-def _fitting(name: str, place: Place) -> Place:
+def _check_fits(name: str, place: CandidateHost) -> CandidateHost:
     if kind_of(name) in PACKED and not place.shared:
         raise ClusterError(
             f"{name} cannot run on {place.name}: it writes checkpoints into the run folder (fileroot), which that host "
@@ -113,9 +124,11 @@ def _fitting(name: str, place: Place) -> Place:
     return place
 
 
-def gpu_of(name: str, place: Place) -> int | None:
-    """Return the GPU that a worker gets on a host, None where it needs none or there is none. The one with the fewest
-    workers where all are taken: trainers take one each. Raises ClusterError when trainers would share one."""
+def choose_gpu(name: str, place: CandidateHost) -> int | None:
+    """Choose the GPU of a worker on a host; return None if it needs none or there is none.
+
+    Without a free GPU, a worker shares the one with the fewest workers, except a trainer: raises ClusterError.
+    """
     if kind_of(name) not in USES_GPU or not place.gpus:
         return None
     if place.free_gpus:
@@ -130,9 +143,11 @@ def gpu_of(name: str, place: Place) -> int | None:
     return min(range(place.gpus), key=lambda gpu: (taken.count(gpu), gpu))
 
 
-def trainer_beside(name: str, gpu: int | None, place: Place) -> str:
-    """Return in words who trains on the GPU that a worker gets on a host, or generates on that of a trainer; "" when
-    nobody does. On the launcher's machine a configuration may want it so, and it counts only who is on another host."""
+def describe_shared_gpu(name: str, gpu: int | None, place: CandidateHost) -> str:
+    """Describe with which trainers a worker shares its GPU, or with which workers a trainer does; "" if it does not.
+
+    On the launcher's machine sharing may be configured, so only workers of other hosts count.
+    """
     if gpu is None:
         return ""
     holders = place.beside if place.name == LAUNCHER else place.holders
@@ -142,8 +157,8 @@ def trainer_beside(name: str, gpu: int | None, place: Place) -> str:
     return f"{name}: GPU {gpu} of {place.name} is also that of {', '.join(sorted(others))}" if others else ""
 
 
-def capacity(places: Sequence[Place]) -> str:
-    """Return in words what each host has, for messages."""
+def describe_capacity(places: Sequence[CandidateHost]) -> str:
+    """Describe the resources of each host, for messages."""
     return "; ".join(
         f"{place.name}: {place.cores} cores, {len(place.free_gpus)} of {place.gpus} GPUs free, "
         f"{len(place.workers)} workers"

@@ -1,4 +1,4 @@
-"""Is the launcher's end: a ``Scheduler`` whose workers run on the hosts that have joined, and on its own machine."""
+"""The launcher's side: a ``Scheduler`` whose workers run on joined hosts and on the launcher's machine."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from realhf.cluster.cluster_keys import HostKeys, KnownHosts, make_keys
 from realhf.cluster.control_endpoint import (
     ControlEndpoint,
     EndpointEvent,
-    FromHost,
-    FromOperator,
     HostJoined,
     HostLost,
+    HostMessage,
     HostRefused,
     InvalidMessage,
+    OperatorRequest,
 )
 from realhf.cluster.file_transfer import (
     TransferQueue,
     files_for_host,
+    find_weights_problem,
     key_file_in,
     needed_paths,
     read_plan,
-    weights_problem,
 )
-from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, Running, warnings
+from realhf.cluster.host_table import PROBE_S, FolderProbe, Host, HostTable, RunningWorker, list_warnings
 from realhf.cluster.messages import (
     Ended,
     EndWorker,
     Exited,
+    FileReceipt,
     HostHello,
-    Kept,
     KillWorker,
     Lines,
     NotStarted,
-    Probed,
+    ProbeAnswer,
     StartWorker,
 )
 from realhf.cluster.operator import serve_operator
 from realhf.cluster.options import ELASTIC, ClusterOptions, elsewhere, placement_problems
-from realhf.cluster.own_host import fingerprint, unlike
-from realhf.cluster.placement import LAUNCHER, ClusterError, Place, kind_of
+from realhf.cluster.own_host import describe_differences, fingerprint
+from realhf.cluster.placement import LAUNCHER, CandidateHost, ClusterError, kind_of
 from realhf.monitor.run_files import note_placement
 from realhf.scheduler.base import (
     Notice,
@@ -62,68 +62,86 @@ from realhf.scheduler.local import LocalScheduler
 from realhf.scheduler.process import failure_cause, fatal_line
 from realhf.transport.sockets import allow_many_connections
 
-JOB, MASTER = "job", "master"
+JOB = "job"
+MASTER = "master"
 REJOIN_S = 15.0
-"""When a run begins again, hosts of before have so long to come back; then it begins without them."""
+"""Seconds that a restarted run waits for its previous hosts before it begins without them."""
 STOP_LATE_S = 6.0
+"""Seconds that ``stop`` waits for hosts beyond the grace time of their workers."""
 LOST = -9
 """Exit code of a worker whose host was lost."""
 
 
 class AgentStarter(Protocol):
-    """Starts host agents when nobody else does, e.g. by Ray or Slurm. An agent is ``python -m realhf.worker --join
-    ENDPOINT --key-file FILE --host-agent --name NAME`` on its host."""
+    """Starter of host agents through an engine, such as Ray or Slurm.
+
+    An agent is ``python -m realhf.worker --join ENDPOINT --key-file FILE --host-agent --name NAME`` on its host.
+    """
 
     @property
     def hosts(self) -> Sequence[str]:
-        """The names of the hosts that it starts agents on."""
+        """Names of the hosts that it starts agents on."""
         ...
 
     def check(self) -> None:
-        """Raise OSError with one line where agents can never be started; called when the launcher starts, which may be
-        long before hosts are waited for."""
+        """Raise OSError with a one-line message if agents can never be started.
+
+        Called when the launcher starts, which may be long before it waits for hosts.
+        """
         ...
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
-        """Begin to start agents that join the endpoint at ``endpoint``, each with its key of ``keys``; called each time
-        before hosts are waited for. One that was removed has none, and need not be started. Raises OSError with one
-        line that says what is wrong."""
+        """Begin to start agents that join ``endpoint``, each with its key from ``keys``.
+
+        Called each time before the launcher waits for hosts. A removed host has no key, and need not be
+        started. Raises OSError with a one-line message.
+        """
         ...
 
     def problem(self) -> str:
-        """Return why agents that are waited for will not come; "" as long as they may."""
+        """Return why the expected agents will not join; "" as long as they may."""
         ...
 
     def stop_agents(self) -> None:
-        """End what ``start_agents`` has started. A second call does no harm."""
+        """End the agents that ``start_agents`` has started. May be called repeatedly."""
         ...
 
 
-def _say(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 class ClusterScheduler:
-    """Implements ``Scheduler``. Jobs and the master run on the launcher's machine. The endpoint opens at the first
-    start and closes with ``stop``; agents wait for the next time."""
+    """Scheduler for joined hosts; see ``Scheduler``.
+
+    Jobs and the master run on the launcher's machine. The control endpoint opens at the first ``start`` and closes
+    with ``stop``; agents then wait for the next run.
+
+    starter: starts the agents (None: a person or a batch system does). say: prints a line for the user.
+    """
 
     def __init__(
-        self, options: ClusterOptions, starter: AgentStarter | None = None, say: Callable[[str], None] = _say
+        self,
+        options: ClusterOptions,
+        starter: AgentStarter | None = None,
+        say: Callable[[str], None] = _print_to_stderr,
     ) -> None:
-        self._options, self._starter, self._say = options, starter, say
+        self._options = options
+        self._starter = starter
+        self._say = say
         self.key_file = Path(options.key_file).expanduser().absolute() if options.key_file else None
         self._local = LocalScheduler(orphans_are_ours=True)
         self._table = HostTable()
-        self._later: dict[str, WorkerSpec] = {}
+        self._delayed: dict[str, WorkerSpec] = {}
         self._refused: dict[str, str] = {}
         self._control: ControlEndpoint | None = None
         self._known: KnownHosts | None = None
         self._backlog: list[WorkerEvent] = []
-        self._answers: dict[tuple[str, int], Probed] = {}
+        self._answers: dict[tuple[str, int], ProbeAnswer] = {}
         self._probes = 0
-        self._ended: set[str] = set()
-        self._before: set[str] | None = None
-        self._placed: set[str] = set()
+        self._ended_hosts: set[str] = set()
+        self._previous_hosts: set[str] | None = None
+        self._placed_once: set[str] = set()
         self._running = False
         self._elastic = True
         self._run_dir: Path | None = None
@@ -131,93 +149,103 @@ class ClusterScheduler:
     # ---- Scheduler
 
     def start(self, spec: WorkerSpec) -> None:
-        """See ``Scheduler``. Raises ClusterError when no host fits or hosts that are waited for do not join. Where only
-        hosts fit on which workers have failed just now, the worker starts when one of them has rested; see
-        ``HostTable.failed``."""
-        control = self._opened()
-        if spec.name in self._table.workers or spec.name in self._later:
+        """Start a worker on a chosen host; see ``Scheduler``.
+
+        If all suitable hosts are paused after failures (``HostTable.note_failure``), the worker starts when
+        one of them gets workers again. Raises ClusterError if no host is suitable, or if expected hosts do
+        not join.
+        """
+        control = self._open_endpoint()
+        if spec.name in self._table.workers or spec.name in self._delayed:
             raise ValueError(f"worker {spec.name} was started already")
         if spec.name == MASTER:
             self._wait_for_hosts(control)
-            self._running, self._elastic = True, bool(read_plan(spec.log.parent.parent)["spec"].get("rollout"))
+            self._running = True
+            self._elastic = bool(read_plan(spec.log.parent.parent)["spec"].get("rollout"))
             self._run_dir = spec.log.parent.parent
             for hello in [host.hello for host in self._table.hosts.values()]:
-                self._note(hello.name, made_of=hello.made_of)
+                self._note_placement(hello.name, made_of=hello.made_of)
                 if hello.wants and not self._elastic:
-                    self._backlog.append(_unused(hello))
+                    self._backlog.append(_unused_notice(hello))
         if kind_of(spec.name) != JOB:
             self._run_dir = spec.log.parent.parent
         if kind_of(spec.name) in (JOB, MASTER):
             self._start_here(spec)
             return
-        self._look_at_folders(control, spec)
-        places = self._table.places()
+        self._probe_folders(control, spec)
+        places = self._table.candidates()
         wish, strict = spec.host, bool(spec.host)
         if not wish:
-            wish = self._wish(spec.name)
-            strict = spec.name not in self._placed
+            wish = self._wished_host(spec.name)
+            strict = spec.name not in self._placed_once
         try:
-            place = placement.choose(spec.name, places, wish, strict=strict)
+            place = placement.choose_host(spec.name, places, wish, strict=strict)
             if place.resting:
-                self._later[spec.name] = spec
+                self._delayed[spec.name] = spec
                 return
-            self._placed.add(spec.name)
+            self._placed_once.add(spec.name)
             gpu = self._gpu_for(spec, place)
         except ClusterError as error:
-            raise ClusterError(f"{error}; there are {placement.capacity(places)}") from None
+            raise ClusterError(f"{error}; there are {placement.describe_capacity(places)}") from None
         if kind_of(spec.name) == "generation":
-            trainer = placement.choose("model_worker/0", places, self._wish("model_worker/0"), strict=False).name
-            problem = weights_problem(spec.log.parent.parent, place.name, trainer, shared=place.shared)
+            trainer = placement.choose_host(
+                "model_worker/0", places, self._wished_host("model_worker/0"), strict=False
+            ).name
+            problem = find_weights_problem(spec.log.parent.parent, place.name, trainer, shared=place.shared)
             if problem:
                 raise ClusterError(f"{spec.name}: {problem}")
-        if text := placement.trainer_beside(spec.name, gpu, place):
+        if text := placement.describe_shared_gpu(spec.name, gpu, place):
             self._backlog.append(Notice(text))
         dealt = gpu is not None and (place.name != LAUNCHER or spec.gpu is None)
         if dealt and kind_of(spec.name) == "generation":
-            # How much memory it may take depends on this, and the plan does not know of a GPU that is dealt out here.
+            # The memory limit of generation depends on this, and the plan does not contain GPUs assigned here.
             spec = replace(spec, argv=(*spec.argv, "--beside-trainer", "yes" if text else "no"))
         if place.name == LAUNCHER:
             self._start_here(replace(spec, gpu=gpu))
         else:
             self._start_there(spec, place.name, gpu)
 
-    def _gpu_for(self, spec: WorkerSpec, place: Place) -> int | None:
-        """Return the GPU that a worker gets on a host, None where it sees all of them. On the launcher's machine
-        ``allocation.gpus`` decides; where nothing was said, and an agent on the same machine deals out its GPUs too,
-        the worker is held to one that nobody else has. Raises ClusterError."""
+    def _gpu_for(self, spec: WorkerSpec, place: CandidateHost) -> int | None:
+        """Choose the GPU of a worker; return None if it sees all of them.
+
+        On the launcher's machine ``allocation.gpus`` decides. Without it, and if an agent on the same
+        machine assigns its GPUs too, the worker gets a free one. Raises ClusterError.
+        """
         if not self._options.one_gpu_each:
             return spec.gpu if place.name == LAUNCHER else None
         if place.name != LAUNCHER:
-            return placement.gpu_of(spec.name, place)
+            return placement.choose_gpu(spec.name, place)
         shared = self._elastic and place.offered and place.free_gpus
-        return placement.gpu_of(spec.name, place) if spec.gpu is None and shared else spec.gpu
+        return placement.choose_gpu(spec.name, place) if spec.gpu is None and shared else spec.gpu
 
     def wait(self, timeout_s: float) -> list[WorkerEvent]:
         """See ``Scheduler``."""
         deadline = process_clock.now() + timeout_s
         while True:
-            self._pump()
-            self._start_late()
+            self._process_events()
+            self._start_delayed()
             if self._backlog or (left := deadline - process_clock.now()) <= 0:
                 break
             self._wait_here(left)
-        found, self._backlog = self._backlog, []
-        return found
+        events = self._backlog
+        self._backlog = []
+        return events
 
-    def _start_late(self) -> None:
-        """Try to start the workers that wait until a host has rested; one for which there is none any more ends."""
-        waiting, self._later = self._later, {}
+    def _start_delayed(self) -> None:
+        """Try to start the workers that wait for a paused host; report the end of one that no longer has a host."""
+        waiting = self._delayed
+        self._delayed = {}
         for name, spec in waiting.items():
             try:
                 self.start(spec)
             except OSError as error:
                 self._backlog.append(WorkerExit(name, 1, spec.log, _size(spec.log), str(error)))
             else:
-                if name not in self._later:
+                if name not in self._delayed:
                     self._backlog.append(WorkerStarts(name))
 
     def _wait_here(self, timeout_s: float) -> None:
-        """Wait for workers of this machine, and for anything at the endpoint; keep what happened for ``wait``."""
+        """Wait for events of local workers and of the endpoint; queue them for ``wait``."""
         for event in self._local.wait(timeout_s):
             if isinstance(event, WorkerExit):
                 self._table.workers.pop(event.name, None)
@@ -228,7 +256,10 @@ class ClusterScheduler:
         self._local.interrupt(name)
 
     def kill(self, name: str, cause: str, *, pid: int = 0, started: int = 0) -> None:
-        """See ``Scheduler``. On another host its agent does it; one that is mute is lost soon, with its workers."""
+        """Kill a worker, through its agent on another host; see ``Scheduler``.
+
+        If the agent does not respond, its host is soon lost with its workers.
+        """
         running = self._table.workers.get(name)
         if running is not None and running.host != LAUNCHER and self._control is not None:
             self._control.send(running.host, "kill", KillWorker(name, cause, pid, started))
@@ -236,38 +267,39 @@ class ClusterScheduler:
             self._local.kill(name, cause, pid=pid, started=started)
 
     def stop(self, grace_s: float = 8.0) -> None:
-        """See ``Scheduler``. Workers of a host that does not answer end by themselves, with its agent."""
+        """Stop all workers; see ``Scheduler``. Workers of a host that does not answer end with its agent."""
         control = self._control
         try:
             if control is not None:
-                self._ended.clear()
+                self._ended_hosts.clear()
                 for name, host in self._table.hosts.items():
                     host.transfers.withdraw()
                     control.send(name, "end", EndWorker("", grace_s))
             self._local.stop(grace_s)
             if control is not None:
                 deadline = process_clock.now() + grace_s + STOP_LATE_S
-                while set(self._table.hosts) - self._ended and process_clock.now() < deadline:
+                while set(self._table.hosts) - self._ended_hosts and process_clock.now() < deadline:
                     self._local.wait(0.1)
-                    self._pump()
+                    self._process_events()
         finally:
             if control is not None:
                 stay = {name for name, host in self._table.hosts.items() if not host.leaving}
-                self._before = stay if self._running else self._before
+                self._previous_hosts = stay if self._running else self._previous_hosts
                 self._local.unwatch(control.fileno())
                 control.close()
                 self._control = None
                 if self._starter is not None:
                     self._starter.stop_agents()
-            self._table, self._backlog = HostTable(self._table.troubles), []
-            self._later.clear()
+            self._table = HostTable(self._table.troubles)
+            self._backlog = []
+            self._delayed.clear()
 
-    def _wish(self, name: str) -> str:
-        return placement.wished(name, self._options.placement)
+    def _wished_host(self, name: str) -> str:
+        return placement.find_wished_host(name, self._options.placement)
 
     # ---- hosts
 
-    def _opened(self) -> ControlEndpoint:
+    def _open_endpoint(self) -> ControlEndpoint:
         if self._control is None:
             if not self._options.address:
                 raise ClusterError("scheduler.address: empty; give the address of this machine that other hosts reach")
@@ -281,7 +313,7 @@ class ClusterScheduler:
                     if self.key_file is not None:
                         make_keys(self.key_file)
                     self._known = KnownHosts(self.key_file)
-                self._control = ControlEndpoint(self._known, bind, options.dead_after_s, self._refusal)
+                self._control = ControlEndpoint(self._known, bind, options.dead_after_s, self._refusal_reason)
             except Exception as error:
                 raise ClusterError(
                     f"the endpoint for host agents (scheduler.address, scheduler.port, scheduler.key_file): {error}"
@@ -289,49 +321,55 @@ class ClusterScheduler:
             self._local.watch(self._control.fileno())
         return self._control
 
-    def _refusal(self, hello: HostHello) -> str:
-        different = unlike(hello.made_of) if self._options.differing_hosts == "refuse" else ""
+    def _refusal_reason(self, hello: HostHello) -> str:
+        different = describe_differences(hello.made_of) if self._options.differing_hosts == "refuse" else ""
         return different and f"it has {different} (scheduler.differing_hosts=warn takes it)"
 
     def _wait_for_hosts(self, control: ControlEndpoint) -> None:
-        """Wait until the hosts that were asked for are there, and when the run begins again, those of before or what is
-        left of them after ``REJOIN_S``. Raises ClusterError."""
+        """Wait until the expected hosts have joined. Raises ClusterError.
+
+        A restarted run expects its previous hosts, and goes on without the missing ones after ``REJOIN_S``.
+        """
         assert self._known is not None
         if self._starter is not None:
             with self._local.preserve_children():
                 self._starter.start_agents(control.endpoint, self._known.draw(self._starter.hosts))
         options = self._options
-        again = self._before is not None
-        wanted = self._before if self._before is not None else set(options.hosts)
-        limit_s = REJOIN_S if again else options.wait_s
-        deadline, told = process_clock.now() + limit_s, again
+        restarted = self._previous_hosts is not None
+        wanted = self._previous_hosts if self._previous_hosts is not None else set(options.hosts)
+        limit_s = REJOIN_S if restarted else options.wait_s
+        deadline = process_clock.now() + limit_s
+        announced = restarted
         while True:
-            self._pump()
+            self._process_events()
             missing = wanted - set(self._table.hosts)
-            short = 0 if again else options.min_hosts - len(self._table.hosts)
+            short = 0 if restarted else options.min_hosts - len(self._table.hosts)
             if not missing and short <= 0:
                 return
-            if not told:
-                self._say(f"waiting {limit_s:g} s for {_who(missing, short)}; {self._what_helps(control, missing)}")
-                told = True
+            if not announced:
+                self._say(
+                    f"waiting {limit_s:g} s for {_describe_missing(missing, short)}; {self._join_instructions(control, missing)}"
+                )
+                announced = True
             problem = self._starter.problem() if self._starter is not None else ""
             for name in sorted(missing & set(self._refused)):
                 problem = f"{name} is refused: {self._refused[name]}"
             if problem or process_clock.now() > deadline:
-                if again and not problem:
+                if restarted and not problem:
                     return
-                there = ", ".join(sorted(self._table.hosts)) or "none"
+                joined = ", ".join(sorted(self._table.hosts)) or "none"
                 raise ClusterError(
-                    f"{_who(missing, short)} did not join {control.endpoint}"
+                    f"{_describe_missing(missing, short)} did not join {control.endpoint}"
                     + (f": {problem}" if problem else f" within {limit_s:g} s")
-                    + f"; joined so far: {there} (scheduler.hosts, scheduler.min_hosts, scheduler.wait_s)"
+                    + f"; joined so far: {joined} (scheduler.hosts, scheduler.min_hosts, scheduler.wait_s)"
                 )
             self._wait_here(min(0.5, max(0.01, deadline - process_clock.now())))
 
-    def _what_helps(self, control: ControlEndpoint, missing: set[str]) -> str:
-        """Return in one line what a person can do for hosts to join."""
+    def _join_instructions(self, control: ControlEndpoint, missing: set[str]) -> str:
+        """Return a line with the commands by which a person lets hosts join."""
         assert self._known is not None
-        at, file = f"--join {control.endpoint} --key-file", self._known.file
+        at = f"--join {control.endpoint} --key-file"
+        file = self._known.file
         if self._starter is not None:
             return f"who is there: python -m realhf.cluster status {at} {file}"
         keyless = sorted(host for host in missing if not self._known.has(host))
@@ -339,8 +377,8 @@ class ClusterScheduler:
         makes = f"; a key for it: python -m realhf.cluster keys {file} --host {names}" if keyless or not missing else ""
         return f"on each: python -m realhf.worker {at} ITS_KEY --host-agent{makes}"
 
-    def _look_at_folders(self, control: ControlEndpoint, spec: WorkerSpec) -> None:
-        """Ask hosts that have come whether they share the run folder. One that does not answer is lost soon anyway."""
+    def _probe_folders(self, control: ControlEndpoint, spec: WorkerSpec) -> None:
+        """Probe new hosts for the run folder and other files. A host that does not answer counts as sharing nothing."""
         new = {name: host for name, host in self._table.hosts.items() if host.shared is None}
         if not new:
             return
@@ -352,18 +390,18 @@ class ClusterScheduler:
             for name in new:
                 self._probes += 1
                 asked[name] = self._probes, FolderProbe(run_dir, looks)
-                control.send(name, "probe", asked[name][1].question(self._probes))
+                control.send(name, "probe", asked[name][1].build_probe(self._probes))
             deadline = process_clock.now() + PROBE_S
             while process_clock.now() < deadline and any(
                 (name, number) not in self._answers for name, (number, _) in asked.items() if name in self._table.hosts
             ):
-                self._pump()
+                self._process_events()
                 self._wait_here(0.05)
             for name, (number, probe) in asked.items():
                 if (answer := self._answers.pop((name, number), None)) is not None:
-                    probe.judge(new[name], answer)
+                    probe.apply_answer(new[name], answer)
                 elif name in self._table.hosts:
-                    new[name].shared = False  # once is enough: every start of a worker would wait for it again
+                    new[name].shared = False  # otherwise every start of a worker would wait for its answer again
                     text = f"host {name} did not say within {PROBE_S:g} s what it shares; it is taken to share nothing"
                     self._backlog.append(Notice(text))
             self._answers.clear()
@@ -375,8 +413,8 @@ class ClusterScheduler:
 
     def _start_here(self, spec: WorkerSpec) -> None:
         self._local.start(spec)
-        self._table.workers[spec.name] = Running(spec, LAUNCHER, process_clock.now(), spec.gpu)
-        self._note(LAUNCHER, spec.name)
+        self._table.workers[spec.name] = RunningWorker(spec, LAUNCHER, process_clock.now(), spec.gpu)
+        self._note_placement(LAUNCHER, spec.name)
 
     def _start_there(self, spec: WorkerSpec, name: str, gpu: int | None) -> None:
         host = self._table.hosts[name]
@@ -393,74 +431,77 @@ class ClusterScheduler:
         brought.files = {here: there for here, there in brought.files.items() if there not in host.transfers.brought}
         brought.texts = {there: text for there, text in brought.texts.items() if there not in host.transfers.brought}
         host.transfers.brought |= {*brought.files.values(), *brought.texts}
-        argv = [brought.rewritten(text) for text in spec.argv]
-        log = str(spec.log) if shared else brought.rewritten(str(spec.log))
+        argv = [brought.map_path(text) for text in spec.argv]
+        log = str(spec.log) if shared else brought.map_path(str(spec.log))
         asked = StartWorker(spec.name, spec.module, argv, log, spec.events, spec.niceness, gpu)
         host.transfers.add(brought.pieces(), asked)
-        self._table.workers[spec.name] = Running(spec, name, process_clock.now(), gpu)
-        self._advance(name, host)
-        self._note(name, spec.name)
+        self._table.workers[spec.name] = RunningWorker(spec, name, process_clock.now(), gpu)
+        self._advance_transfers(name, host)
+        self._note_placement(name, spec.name)
 
-    def _note(self, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}) -> None:
-        """Keep what happened to a host for the timeline, and what it is made of, which is part of what produced the
-        run. A full disk must not end the run."""
+    def _note_placement(self, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}) -> None:
+        """Write an event of a host to the run folder: a placement, its loss, or its versions (``made_of``).
+
+        Errors are ignored, since a full disk must not end the run.
+        """
         if self._run_dir is not None and kind_of(process) != JOB:
             with contextlib.suppress(OSError):
                 note_placement(self._run_dir, host, process, lost=lost, made_of=made_of)
 
     # ---- what happens
 
-    def _pump(self) -> None:
-        """Take note of what hosts and operators have said."""
+    def _process_events(self) -> None:
+        """Process the messages of hosts and operators, and go on with transfers and removals."""
         for event in self._control.events() if self._control is not None else ():
-            self._happened(event)
+            self._process_event(event)
         for name, host in [*self._table.hosts.items()]:
-            self._advance(name, host)
+            self._advance_transfers(name, host)
             if host.leave_by < process_clock.now() and self._control is not None:
-                self._control.send_away(name)
-                self._gone(name, f"its host {name} was removed, and did not say how its workers ended")
+                self._control.dismiss(name)
+                self._on_host_gone(name, f"its host {name} was removed, and did not say how its workers ended")
 
-    def _advance(self, name: str, host: Host) -> None:
-        """Bring a host more of what it needs; workers that it has no room for end before they start."""
+    def _advance_transfers(self, name: str, host: Host) -> None:
+        """Send a host more of its files; report the end of workers whose files it cannot store."""
         for worker, why in host.transfers.advance():
             if (running := self._table.workers.pop(worker, None)) is not None:
                 log = running.spec.log
-                self._failed(running, why, sure=True)
+                self._note_failure(running, why, sure=True)
                 self._backlog.append(WorkerExit(worker, 1, log, _size(log), f"host {name} {why}"))
 
-    def _happened(self, event: EndpointEvent) -> None:
+    def _process_event(self, event: EndpointEvent) -> None:
         if isinstance(event, HostJoined):
-            self._came(event)
+            self._on_host_joined(event)
         elif isinstance(event, HostRefused):
             self._refused[event.name] = event.reason
             self._backlog.append(Notice(f"host {event.name} is refused: {event.reason}"))
         elif isinstance(event, HostLost):
-            self._gone(event.name, f"its host {event.name} was lost: {event.reason}")
-        elif isinstance(event, FromOperator) and self._control is not None:
+            self._on_host_gone(event.name, f"its host {event.name} was lost: {event.reason}")
+        elif isinstance(event, OperatorRequest) and self._control is not None:
             assert self._known is not None
             self._backlog += serve_operator(
                 event, self._control, self._table, self._known, running=self._running, elastic=self._elastic
             )
         elif isinstance(event, InvalidMessage):
-            self._told_nonsense(event)
-        elif isinstance(event, FromHost):
-            self._said(event)
+            self._on_invalid_message(event)
+        elif isinstance(event, HostMessage):
+            self._on_host_message(event)
 
-    def _came(self, event: HostJoined) -> None:
-        hello, control = event.hello, self._control
+    def _on_host_joined(self, event: HostJoined) -> None:
+        hello = event.hello
+        control = self._control
         assert control is not None
         transfers = TransferQueue(lambda kind, message: control.send(hello.name, kind, message, session=event.session))
         self._table.hosts[hello.name] = Host(hello, transfers)
         self._refused.pop(hello.name, None)
         if self._running:
-            self._note(hello.name, made_of=hello.made_of)
-        self._ended.add(hello.name)  # nothing runs there yet: the end of a run has not to wait for it
-        self._backlog += [Notice(text) for text in warnings(hello)]
-        if different := unlike(hello.made_of):
+            self._note_placement(hello.name, made_of=hello.made_of)
+        self._ended_hosts.add(hello.name)  # without workers: ``stop`` need not wait for it
+        self._backlog += [Notice(text) for text in list_warnings(hello)]
+        if different := describe_differences(hello.made_of):
             self._backlog.append(Notice(f"host {hello.name} has {different}"))
         late = self._running and bool(self._table.workers)
         if late and not self._elastic:
-            self._backlog.append(_unused(hello))
+            self._backlog.append(_unused_notice(hello))
             return
         wants = hello.wants or (self._options.joining if late else {})
         if late:
@@ -469,36 +510,37 @@ class ClusterScheduler:
             WorkersWanted(hello.name, kind, count) for kind, count in wants.items() if count and kind in ELASTIC
         ]
 
-    def _gone(self, name: str, cause: str) -> None:
+    def _on_host_gone(self, name: str, cause: str) -> None:
         assert self._known is not None
         if (host := self._table.hosts.get(name)) is not None and host.leaving:
-            self._known.take_away(name)
-        left = self._table.take(name)
-        self._note(name, lost=cause.partition(": ")[2])
+            self._known.revoke(name)
+        left = self._table.remove_host(name)
+        self._note_placement(name, lost=cause.partition(": ")[2])
         self._backlog.append(Notice(f"{cause.removeprefix('its ')}; {len(left)} workers were there"))
         for worker, running in left.items():
             self._backlog.append(WorkerExit(worker, LOST, running.spec.log, _size(running.spec.log), cause))
 
-    def _failed(self, worker: Running, why: str, *, sure: bool) -> None:
-        if text := self._table.failed(worker, why, sure=sure):
+    def _note_failure(self, worker: RunningWorker, why: str, *, sure: bool) -> None:
+        if text := self._table.note_failure(worker, why, sure=sure):
             self._backlog.append(Notice(text))
 
-    def _told_nonsense(self, event: InvalidMessage) -> None:
-        """Tell once of a host that its agent says what cannot be understood."""
+    def _on_invalid_message(self, event: InvalidMessage) -> None:
+        """Add a notice of invalid messages, once for each host."""
         host = self._table.hosts.get(event.name)
         if host is not None and not host.strange:
             host.strange = True
             self._backlog.append(Notice(f"host {event.name}: its agent says what no agent says: {event.reason}"))
 
-    def _said(self, event: FromHost) -> None:
-        message, host = event.message, self._table.hosts.get(event.name)
+    def _on_host_message(self, event: HostMessage) -> None:
+        message = event.message
+        host = self._table.hosts.get(event.name)
         if isinstance(message, Ended):
-            self._ended.add(event.name)
-        elif isinstance(message, Probed):
+            self._ended_hosts.add(event.name)
+        elif isinstance(message, ProbeAnswer):
             self._answers[event.name, message.number] = message
-        elif isinstance(message, Kept):
+        elif isinstance(message, FileReceipt):
             if host is not None:
-                host.transfers.has_kept(message)
+                host.transfers.on_receipt(message)
         elif isinstance(message, (Exited, NotStarted, Lines)):
             running = self._table.workers.get(message.name)
             if running is None or running.host != event.name or host is None:
@@ -509,17 +551,20 @@ class ClusterScheduler:
                 self._backlog += [WorkerLine(message.name, line) for line in message.lines]
                 return
             del self._table.workers[message.name]
-            ended = _exit(message, running, host)
+            ended = _worker_exit(message, running, host)
             if ended.exit_code != 0 and not host.leaving:
-                self._failed(running, _why(ended, message), sure=isinstance(message, NotStarted))
+                self._note_failure(running, _failure_reason(ended, message), sure=isinstance(message, NotStarted))
             self._backlog.append(ended)
-            if host.leaving and not self._table.on(event.name) and self._control is not None:
-                self._control.send_away(event.name)
-                self._table.take(event.name)
+            if host.leaving and not self._table.workers_on(event.name) and self._control is not None:
+                self._control.dismiss(event.name)
+                self._table.remove_host(event.name)
 
 
-def _exit(message: Exited | NotStarted, running: Running, host: Host) -> WorkerExit:
-    """Return the exit of a worker; the end of a log that is elsewhere is kept in a file here, which says where."""
+def _worker_exit(message: Exited | NotStarted, running: RunningWorker, host: Host) -> WorkerExit:
+    """Return the exit of a worker.
+
+    The end of a log on a host without the run folder is appended to the log file here, with its origin.
+    """
     log = running.spec.log
     if isinstance(message, NotStarted):
         return WorkerExit(message.name, 1, log, _size(log), f"host {host.hello.name} cannot start it: {message.reason}")
@@ -527,7 +572,8 @@ def _exit(message: Exited | NotStarted, running: Running, host: Host) -> WorkerE
     words = fatal_line(message.tail)
     if host.shared:
         return WorkerExit(message.name, message.exit_code, log, message.log_from, cause, words)
-    start, end = _size(log), b"" if message.tail.endswith(b"\n") else b"\n"
+    start = _size(log)
+    end = b"" if message.tail.endswith(b"\n") else b"\n"
     with contextlib.suppress(OSError):  # a full disk must not end the run
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
@@ -535,15 +581,15 @@ def _exit(message: Exited | NotStarted, running: Running, host: Host) -> WorkerE
     return WorkerExit(message.name, message.exit_code, log, start, cause, words)
 
 
-def _why(ended: WorkerExit, message: Exited | NotStarted) -> str:
-    """Return in one line why a worker has failed."""
+def _failure_reason(ended: WorkerExit, message: Exited | NotStarted) -> str:
+    """Describe in one line why a worker has failed."""
     if isinstance(message, NotStarted):
         return f"cannot be started there: {message.reason}"
     cause = failure_cause(ended.log, ended.log_from, ended.words) if ended.exit_code > 0 else None
     return f"has ended there at once: {cause or ended.reason}"
 
 
-def _unused(hello: HostHello) -> Notice:
+def _unused_notice(hello: HostHello) -> Notice:
     return Notice(
         f"host {hello.name}: a synchronous run takes no more workers while it goes on; this host gets some when a run "
         "begins after it has joined"
@@ -557,8 +603,8 @@ def _size(log: Path) -> int:
         return 0
 
 
-def _who(missing: set[str], short: int) -> str:
-    """Return for whom is waited, in words."""
+def _describe_missing(missing: set[str], short: int) -> str:
+    """Describe the hosts that are waited for."""
     names = f"host{'s' if len(missing) > 1 else ''} {', '.join(sorted(missing))}" if missing else ""
     further = short - len(missing)
     more = f"{further} {'more ' if missing else ''}host{'s' if further > 1 else ''}" if further > 0 else ""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import realhf
-from realhf.cluster.agent import HostAgent, temporary
+from realhf.cluster.agent import HostAgent, create_temporary_folder
 from realhf.cluster.cluster_keys import HostKey, HostKeys
 from realhf.cluster.options import ELASTIC, HOST_NAME
 from realhf.cluster.own_host import host_name
@@ -79,7 +79,7 @@ def _read_key(args: argparse.Namespace) -> tuple[str, HostKey]:
 
 def _serve(name: str, key: HostKey, args: argparse.Namespace) -> None:
     default_folder = args.folder or Path("~/.realhf/hosts").expanduser() / name
-    with temporary() if args.temporary else contextlib.nullcontext(default_folder.absolute()) as folder:
+    with create_temporary_folder() if args.temporary else contextlib.nullcontext(default_folder.absolute()) as folder:
         _serve_from(folder, name, key, args)
 
 

@@ -12,8 +12,8 @@ import zmq
 
 from realhf.cluster.cluster_keys import HostKey, KnownHosts
 from realhf.cluster.control_endpoint import ControlEndpoint
-from realhf.cluster.messages import OF_LAUNCHER, HostHello, Message, Welcome, packed, unpacked
-from realhf.cluster.own_host import made_of
+from realhf.cluster.messages import OF_LAUNCHER, HostHello, Message, Welcome, pack_message, unpack_message
+from realhf.cluster.own_host import installed_versions
 from realhf.transport.envelope import pack_header, pack_payload, unpack_header
 from realhf.transport.network import connect_encrypted
 from realhf.transport.sockets import own_versions
@@ -42,7 +42,7 @@ class StrangeAgent:
 
     def say(self, kind: str, message: Message | None = None, **fields: object) -> None:
         """Send a message of the protocol."""
-        self.socket.send_multipart(packed(kind, self.session, message, **fields))
+        self.socket.send_multipart(pack_message(kind, self.session, message, **fields))
 
     def babble(self, kind: str, payload: Any) -> None:
         """Send something that has the header of a message."""
@@ -59,7 +59,16 @@ class StrangeAgent:
         """Say hello, without waiting for the welcome. ``gpus``: so many that no other host has, or their names."""
         names = [f"machine of {self.name}/{number}" for number in range(gpus)] if isinstance(gpus, int) else [*gpus]
         here = HostHello(
-            self.name, 2, 1.0, names, "127.0.0.1", "m", time.time(), "/nowhere", dict(wants), {**made_of(), **unlike}
+            self.name,
+            2,
+            1.0,
+            names,
+            "127.0.0.1",
+            "m",
+            time.time(),
+            "/nowhere",
+            dict(wants),
+            {**installed_versions(), **unlike},
         )
         self.say("hello", here, versions={**own_versions(), **versions}, node="its-node")
 
@@ -75,7 +84,7 @@ class StrangeAgent:
             return None
         frame, *payload = self.socket.recv_multipart()
         kind = unpack_header(frame)["kind"]
-        return kind, unpacked(kind, payload, OF_LAUNCHER)
+        return kind, unpack_message(kind, payload, OF_LAUNCHER)
 
     def next(self) -> tuple[str, Message]:
         """Wait for the next message."""

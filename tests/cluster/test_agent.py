@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from realhf.cluster.agent import MARK, PREFIX, HostAgent, held, temporary
+from realhf.cluster.agent import MARK, PREFIX, HostAgent, create_temporary_folder, lock_folder
 from realhf.cluster.messages import (
     OF_AGENT,
     OF_LAUNCHER,
@@ -20,8 +20,8 @@ from realhf.cluster.messages import (
     Exited,
     HostHello,
     StartWorker,
-    packed,
-    unpacked,
+    pack_message,
+    unpack_message,
 )
 from realhf.cluster.placement import ClusterError
 from realhf.scheduler.base import WorkerExit, WorkerSpec
@@ -46,14 +46,14 @@ EXITED = {"name": "generation/0", "exit_code": -9, "log": "/l", "log_from": 0, "
 
 
 def take(kind: str, value: Any) -> Any:
-    return unpacked(kind, [msgpack.packb(value)], OF_AGENT)
+    return unpack_message(kind, [msgpack.packb(value)], OF_AGENT)
 
 
 def test_messages_arrive_as_they_were_sent():
     hello = HostHello(**HELLO)
-    header, payload = packed("hello", b"s" * 16, hello, node="n")
+    header, payload = pack_message("hello", b"s" * 16, hello, node="n")
     assert unpack_header(header)["node"] == "n"
-    assert unpacked("hello", [payload], OF_AGENT) == hello == take("hello", HELLO)
+    assert unpack_message("hello", [payload], OF_AGENT) == hello == take("hello", HELLO)
     assert take("exited", EXITED) == Exited("generation/0", -9, "/l", 0, b"x")
 
 
@@ -86,11 +86,11 @@ def test_what_has_not_its_form_is_refused_by_its_field(kind: str, changed: dict[
 def test_neither_end_takes_what_the_other_should_send():
     for kind, known in (("start", OF_AGENT), ("hello", OF_LAUNCHER), ("nonsense", OF_AGENT)):
         with pytest.raises(ProtocolError, match="unknown message kind"):
-            unpacked(kind, [msgpack.packb({})], known)
+            unpack_message(kind, [msgpack.packb({})], known)
     with pytest.raises(ProtocolError):
-        unpacked("ping", [b"\xc1"], OF_AGENT)
+        unpack_message("ping", [b"\xc1"], OF_AGENT)
     with pytest.raises(ProtocolError):
-        unpacked("ping", [b"\x80", b"\x80"], OF_AGENT)
+        unpack_message("ping", [b"\x80", b"\x80"], OF_AGENT)
 
 
 def test_a_folder_with_files_of_others_is_refused_and_they_stay(tmp_path: Path):
@@ -108,12 +108,12 @@ def test_a_folder_with_files_of_others_is_refused_and_they_stay(tmp_path: Path):
 def test_two_agents_do_not_share_a_folder_and_one_may_have_it_after_the_other(tmp_path: Path):
     """One would remove the other's keys when its run is over."""
     folder = tmp_path / "host"
-    with held(folder):
+    with lock_folder(folder):
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "keys").mkdir()
-        with pytest.raises(ClusterError, match="another host agent uses it; give this"), held(folder):
+        with pytest.raises(ClusterError, match="another host agent uses it; give this"), lock_folder(folder):
             pass
-    with held(folder):
+    with lock_folder(folder):
         pass
 
 
@@ -123,7 +123,7 @@ def test_a_temporary_folder_goes_with_its_agent_and_those_of_killed_agents_with_
     for folder in (killed, strange):
         (folder / "carried").mkdir(parents=True)
     (killed / MARK).touch()
-    with temporary() as running, held(running), temporary() as other:
+    with create_temporary_folder() as running, lock_folder(running), create_temporary_folder() as other:
         assert running.exists() and other.exists() and not killed.exists()
     assert [*tmp_path.iterdir()] == [strange], "who has no mark is no agent's"
 
@@ -135,7 +135,7 @@ class Wire:
         self.sent: list[object] = []
 
     def send_multipart(self, frames: list[bytes], *_: object) -> None:
-        self.sent.append(unpacked(unpack_header(frames[0])["kind"], frames[1:], OF_AGENT))
+        self.sent.append(unpack_message(unpack_header(frames[0])["kind"], frames[1:], OF_AGENT))
 
 
 def test_workers_wait_for_imports_and_one_that_is_not_wanted_any_more_never_starts(
@@ -150,9 +150,9 @@ def test_workers_wait_for_imports_and_one_that_is_not_wanted_any_more_never_star
     monkeypatch.setattr(agent._prepared, "is_importing", lambda: importing)
     monkeypatch.setattr(agent._local, "start", start)
     for name in ("generation/0", "rollout_worker/0"):
-        agent._do(wire, StartWorker(name, "m", [], str(tmp_path / "log"), False, 0, None))  # pyright: ignore
+        agent._dispatch(wire, StartWorker(name, "m", [], str(tmp_path / "log"), False, 0, None))  # pyright: ignore
     assert not started
-    agent._do(wire, EndWorker("generation/0", 1.0))  # pyright: ignore
+    agent._dispatch(wire, EndWorker("generation/0", 1.0))  # pyright: ignore
     assert wire.sent == [Exited("generation/0", -signal.SIGTERM, str(tmp_path / "log"), 0, b"")]
     importing = False
     agent._start_waiting(wire)  # pyright: ignore

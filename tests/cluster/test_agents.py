@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from realhf.base.process import start_time
-from realhf.cluster.messages import Order
+from realhf.cluster.messages import OperatorOrder
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
@@ -57,7 +57,7 @@ class Cluster:
 
     @property
     def door(self) -> str:
-        opened = self.scheduler._opened()
+        opened = self.scheduler._open_endpoint()
         return opened.endpoint
 
     def join(
@@ -155,8 +155,8 @@ def test_workers_run_on_the_hosts_that_were_waited_for_and_end_with_the_run(clus
     cluster.start("rollout_worker/2", host="c")
     operator = Operator(cluster)
     assert "rollout_worker/2" in operator.says("status")
-    assert operator.says("add", Order("x", "generation", 1)) == "no host x; there are b, c"
-    assert operator.says("remove", Order("c", "", 0)) == "c leaves; its workers end: rollout_worker/2"
+    assert operator.says("add", OperatorOrder("x", "generation", 1)) == "no host x; there are b, c"
+    assert operator.says("remove", OperatorOrder("c", "", 0)) == "c leaves; its workers end: rollout_worker/2"
     assert cluster.exit_of("rollout_worker/2").reason == "removed with its host c"
     assert cluster.agents["c"].wait(LONG_S) == 0, "an agent that was sent away ends in peace"
 
@@ -192,12 +192,12 @@ class Operator:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
-    def says(self, kind: str, order: Order | None = None) -> str:
+    def says(self, kind: str, order: OperatorOrder | None = None) -> str:
         code = (
-            "import sys; from pathlib import Path; from realhf.cluster.operator import asked\n"
-            "from realhf.cluster.messages import Order\n"
-            "order = Order(sys.argv[4], sys.argv[5], int(sys.argv[6])) if len(sys.argv) > 4 else None\n"
-            "print('\\n'.join(asked(sys.argv[1], Path(sys.argv[2]), sys.argv[3], order).lines))"
+            "import sys; from pathlib import Path; from realhf.cluster.operator import ask_launcher\n"
+            "from realhf.cluster.messages import OperatorOrder\n"
+            "order = OperatorOrder(sys.argv[4], sys.argv[5], int(sys.argv[6])) if len(sys.argv) > 4 else None\n"
+            "print('\\n'.join(ask_launcher(sys.argv[1], Path(sys.argv[2]), sys.argv[3], order).lines))"
         )
         words = [self._cluster.door, str(self._cluster.keys), kind]
         words += [order.host, order.kind, str(order.count)] if order else []

@@ -13,8 +13,8 @@ import zmq
 
 from realhf.cluster.__main__ import main
 from realhf.cluster.cluster_keys import HostKey, HostKeys, KnownHosts, LauncherKeys, add_hosts, make_keys
-from realhf.cluster.control_endpoint import ControlEndpoint, FromOperator, HostJoined, HostLost
-from realhf.cluster.messages import Nothing, Refused, Report
+from realhf.cluster.control_endpoint import ControlEndpoint, HostJoined, HostLost, OperatorRequest
+from realhf.cluster.messages import HelloRefusal, Nothing, OperatorReport
 from realhf.transport.errors import NetworkError
 from realhf.transport.network import RunKeys, connect_encrypted
 from realhf.transport.sockets import HandshakeWatch
@@ -66,17 +66,17 @@ def test_a_host_has_no_secret_of_the_launcher_and_none_of_another_host(tmp_path:
 def test_with_the_key_of_a_host_nobody_is_another_host_or_an_operator(opened: OpenEndpoint):
     pretender = opened.agent("b", opened.ring.of("a"))
     pretender.hello()
-    assert pretender.hears(Refused).reason.startswith("its key is that of a, and not of a host 'b'")
+    assert pretender.hears(HelloRefusal).reason.startswith("its key is that of a, and not of a host 'b'")
     for kind in ("status", "remove"):
         pretender.say(kind, Nothing())
-    said = pretender.hears(Report)
+    said = pretender.hears(OperatorReport)
     assert said.failed and "the key of host a is none of an operator" in said.lines[0]
     victim = opened.agent("b").join()
     pretender.session = victim.session
     pretender.say("leave")
     pretender.hello()
-    pretender.hears(Refused)
-    assert not [event for event in opened.control.events() if isinstance(event, HostLost | FromOperator)]
+    pretender.hears(HelloRefusal)
+    assert not [event for event in opened.control.events() if isinstance(event, HostLost | OperatorRequest)]
 
 
 @pytest.mark.nightly
@@ -84,9 +84,9 @@ def test_a_key_that_was_taken_away_is_worth_nothing_also_on_a_connection_that_is
     """And after a new one was drawn for the same name, the old one is not."""
     old = opened.ring.of("a")
     there = opened.agent("a", old).join()
-    opened.known.let_leave("a")
+    opened.known.begin_removal("a")
     assert refused(opened.control, old) == "refused the key of this process", "before it has left"
-    opened.control.send_away("a")
+    opened.control.dismiss("a")
     assert "a" not in LauncherKeys.read(opened.ring.file).hosts
     opened.control.events()
     there.say("ping")
@@ -111,7 +111,7 @@ def test_hosts_of_an_engine_have_keys_in_memory_and_one_that_was_removed_gets_no
     drawn = known.draw(["player-0", "player-1"])
     assert {*drawn.hosts} == {"player-0", "player-1"}
     assert known.name_of(drawn.hosts["player-0"].public) == "player-0"
-    known.take_away("player-0")
+    known.revoke("player-0")
     assert not known.knows(drawn.hosts["player-0"].public)
     again = known.draw(["player-0", "player-1"])
     assert [*again.hosts] == ["player-1"], "not when the run begins again either"
@@ -123,7 +123,7 @@ def test_a_host_that_is_about_to_leave_gets_no_other_key_when_its_engine_starts_
     """A run may begin again before a host that was removed has said how its workers ended."""
     known = KnownHosts(KeyRing(tmp_path / "cluster.key").file)
     assert set(known.draw(["node-0", "node-1"]).hosts) == {"node-0", "node-1"}
-    known.let_leave("node-1")
+    known.begin_removal("node-1")
     assert set(known.draw(["node-0", "node-1"]).hosts) == {"node-0"}
 
 
@@ -143,7 +143,7 @@ def test_a_key_that_is_taken_away_while_the_file_is_read_anew_stays_away():
                 taking.join(0.2)  # as long as the names are put together, it waits
             return found
 
-    known._gone = Meanwhile()
+    known._revoked = Meanwhile()
     known.draw(["b"])
     taking.join(20)
     assert not known.name_of(key)

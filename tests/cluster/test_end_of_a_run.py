@@ -151,7 +151,7 @@ def test_who_comes_while_the_workers_of_a_run_end_is_not_waited_for(tmp_path: Pa
     keys = KeyRing(tmp_path / "key")
     options = ClusterOptions(address="127.0.0.1", port=0, key_file=str(tmp_path / "key"), dead_after_s=40.0)
     scheduler = ClusterScheduler(options, say=lambda text: None)
-    endpoint = scheduler._opened().endpoint  # pyright: ignore[reportPrivateUsage]
+    endpoint = scheduler._open_endpoint().endpoint  # pyright: ignore[reportPrivateUsage]
     first = StrangeAgent(endpoint, keys, "a").join()
     second = StrangeAgent(endpoint, keys, "b")
     while "a" not in scheduler._table.hosts:  # pyright: ignore[reportPrivateUsage]

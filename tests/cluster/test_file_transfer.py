@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cluster.file_transfer import HeldKeys, TransferQueue, files_for_host, keep, needed_paths, weights_problem
-from realhf.cluster.messages import PIECE_BYTES, FilePiece, Kept, Message, StartWorker
+from realhf.cluster.file_transfer import (
+    KeyFiles,
+    TransferQueue,
+    files_for_host,
+    find_weights_problem,
+    keep,
+    needed_paths,
+)
+from realhf.cluster.messages import PIECE_BYTES, FilePiece, FileReceipt, Message, StartWorker
 from realhf.cluster.own_host import fingerprint
 from realhf.cluster.placement import ClusterError
 from realhf.transport.errors import NetworkError
@@ -49,8 +56,8 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_host_that_shares_the_folder_gets_the_keys_only(run_dir: Path):
     found = files_for_host(run_dir, "/h", run_dir / ".keys-1", shared=True, there=[], limit_mb=0, host="b")
     assert [(piece.path, piece.data) for piece in found.pieces()] == [("/h/keys/keys-1", b"secret")]
-    assert found.rewritten(str(run_dir / ".keys-1")) == "/h/keys/keys-1"
-    assert found.rewritten(str(run_dir)) == str(run_dir)
+    assert found.map_path(str(run_dir / ".keys-1")) == "/h/keys/keys-1"
+    assert found.map_path(str(run_dir)) == str(run_dir)
 
 
 def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Path, tmp_path: Path):
@@ -60,14 +67,14 @@ def test_one_that_does_not_gets_what_the_plan_names_under_new_paths(run_dir: Pat
         assert piece.offset == len(files.get(piece.path, b"")) and len(piece.data) <= PIECE_BYTES
         files[piece.path] = files.get(piece.path, b"") + piece.data
     assert sorted(path.rpartition("/")[2] for path in files) == ["empty", "keys-1", "mine.py", "plan.json", "weights"]
-    plan = json.loads(files[f"{found.rewritten(str(run_dir))}/plan.json"])
+    plan = json.loads(files[f"{found.map_path(str(run_dir))}/plan.json"])
     model = plan["spec"]["models"]["actor"]["path"]
     assert files[f"{model}/weights"] == b"w" * LARGE and files[f"{model}/empty"] == b""
     code, _, name = plan["spec"]["rollout"]["environment"].partition(":")
     assert (files[code], name) == (b"x = 1\n", "Env")
     assert plan["spec"]["models"]["ref"]["path"] == "org/name"
     assert plan["spec"]["run_dir"].startswith("/h/runs/exp-trial-")
-    assert found.rewritten(f"{tmp_path}/model-2") == f"{tmp_path}/model-2", "another path that begins alike"
+    assert found.map_path(f"{tmp_path}/model-2") == f"{tmp_path}/model-2", "another path that begins alike"
 
 
 def test_what_looks_the_same_there_stays_and_what_is_too_large_is_refused(run_dir: Path, tmp_path: Path):
@@ -75,18 +82,20 @@ def test_what_looks_the_same_there_stays_and_what_is_too_large_is_refused(run_di
     assert paths == [str(tmp_path / "model"), str(tmp_path / "mine.py")]
     assert all(fingerprint(Path(path)) for path in paths) and fingerprint(Path("/nowhere")) == ""
     found = files_for_host(run_dir, "/h", None, shared=False, there=paths, limit_mb=0, host="b")
-    assert not found.files and found.rewritten(paths[0]) == paths[0]
+    assert not found.files and found.map_path(paths[0]) == paths[0]
     with pytest.raises(ClusterError, match=r"actor\.path=.*host b neither shares .* 4 MB .* scheduler\.carry_mb=1"):
         files_for_host(run_dir, "/h", None, shared=False, there=[], limit_mb=1, host="b")
 
 
 def test_weights_that_would_not_arrive_are_refused_by_option_and_host(run_dir: Path):
-    assert weights_problem(run_dir, "b", "launcher", shared=True) == ""
-    assert "async_rl.weights=disk: the host b does not share" in weights_problem(run_dir, "b", "launcher", shared=False)
+    assert find_weights_problem(run_dir, "b", "launcher", shared=True) == ""
+    assert "async_rl.weights=disk: the host b does not share" in find_weights_problem(
+        run_dir, "b", "launcher", shared=False
+    )
     plan = run_dir / "plan.json"
     plan.write_text(plan.read_text().replace('"disk"', '"shm"'))
-    assert weights_problem(run_dir, "b", "b", shared=False) == ""
-    assert "async_rl.weights=shm: memory of launcher" in weights_problem(run_dir, "b", "launcher", shared=True)
+    assert find_weights_problem(run_dir, "b", "b", shared=False) == ""
+    assert "async_rl.weights=shm: memory of launcher" in find_weights_problem(run_dir, "b", "launcher", shared=True)
 
 
 def test_a_prompt_that_begins_with_a_slash_is_no_path(run_dir: Path):
@@ -138,7 +147,9 @@ def test_parts_make_a_file_that_appears_with_the_last_one_and_replaces_the_one_b
     target = tmp_path / "runs" / "plan.json"
     for text in (b"first life", b"2"):
         assert keep(FilePiece(str(target), 0, text, False), tmp_path).size == len(text)
-        assert keep(FilePiece(str(target), len(text), b"!", True), tmp_path) == Kept(str(target), len(text) + 1, "")
+        assert keep(FilePiece(str(target), len(text), b"!", True), tmp_path) == FileReceipt(
+            str(target), len(text) + 1, ""
+        )
         assert target.read_bytes() == text + b"!"
     assert target.stat().st_mode & 0o777 == 0o600 and [*target.parent.iterdir()] == [target]
 
@@ -190,7 +201,7 @@ def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
     code = (
         "import sys; from pathlib import Path; from realhf.cluster.file_transfer import *; "
         "from realhf.cluster.messages import FilePiece; "
-        f"held = HeldKeys(Path(sys.argv[1])); print({with_keys}, flush=True); sys.stdin.close(); "
+        f"held = KeyFiles(Path(sys.argv[1])); print({with_keys}, flush=True); sys.stdin.close(); "
         "import time; time.sleep(600)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(piece)]
@@ -206,12 +217,12 @@ def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
             agent.kill()
     with pytest.raises(NetworkError):
         RunKeys.read(piece)
-    HeldKeys(tmp_path).forget()
+    KeyFiles(tmp_path).forget()
     assert not [*(tmp_path / "keys").iterdir()], "what a killed agent has left leads nowhere, and goes"
 
 
 def test_what_is_no_file_of_keys_is_refused(tmp_path: Path):
-    held = HeldKeys(tmp_path)
+    held = KeyFiles(tmp_path)
     assert held.takes(FilePiece(str(tmp_path / "keys" / "k"), 0, b"", True))
     assert not held.takes(FilePiece(str(tmp_path / "keys" / "a" / "k"), 0, b"", True))
     assert held.keep(FilePiece(str(tmp_path / "keys" / "k"), 0, b"half", False)).problem == "no file of keys"
@@ -233,7 +244,7 @@ def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
             for start in range(0, len(content), length)
         )
         transfers = TransferQueue(lambda kind, message: sent.append(kind == "file") or answer(message))
-        waiting: list[Kept] = []
+        waiting: list[FileReceipt] = []
 
         def answer(message: Message) -> None:
             if isinstance(message, FilePiece):
@@ -242,7 +253,7 @@ def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
         sent.clear()
         transfers.add(parts, StartWorker("rollout_worker/0", "m", [], "/l", False, 0, None))
         while not transfers.advance() and waiting:
-            transfers.has_kept(waiting.pop(0))
+            transfers.on_receipt(waiting.pop(0))
             assert len(waiting) <= 64
         return sum(sent)
 

@@ -12,13 +12,21 @@ import pytest
 from realhf.api.config import ConfigError
 from realhf.base import process_clock
 from realhf.cluster import host_table, own_host
-from realhf.cluster.control_endpoint import FromHost
+from realhf.cluster.control_endpoint import HostMessage
 from realhf.cluster.file_transfer import TransferQueue
-from realhf.cluster.host_table import Host, HostTable, Running
+from realhf.cluster.host_table import Host, HostTable, RunningWorker
 from realhf.cluster.messages import Exited, HostHello, NotStarted
 from realhf.cluster.options import ClusterOptions, placement_problems
-from realhf.cluster.own_host import describe
-from realhf.cluster.placement import LAUNCHER, ClusterError, Place, capacity, choose, gpu_of, wished
+from realhf.cluster.own_host import describe_host
+from realhf.cluster.placement import (
+    LAUNCHER,
+    CandidateHost,
+    ClusterError,
+    choose_gpu,
+    choose_host,
+    describe_capacity,
+    find_wished_host,
+)
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.launch.build import build_experiment
 from realhf.launch.compose import compose_config
@@ -27,10 +35,10 @@ from realhf.scheduler.gpus import VISIBLE, gpus_anywhere
 from tests.cluster.key_ring import ASYNCHRONOUS, log_of, run_folder
 
 
-def place(name: str, *workers: str, cores: int = 8, gpus: int = 0, shared: bool = True) -> Place:
+def place(name: str, *workers: str, cores: int = 8, gpus: int = 0, shared: bool = True) -> CandidateHost:
     taken = iter(range(gpus))
     has_gpu = ("generation", "model_worker")
-    return Place(
+    return CandidateHost(
         name,
         cores,
         gpus,
@@ -41,54 +49,54 @@ def place(name: str, *workers: str, cores: int = 8, gpus: int = 0, shared: bool 
 
 def test_players_go_to_the_host_with_the_fewest_workers_for_its_cores_and_not_to_the_launcher():
     places = [place(LAUNCHER), place("b", "env/0", cores=2), place("c", "env/1", "env/2", cores=16)]
-    assert choose("rollout_worker/0", places).name == "c"
-    assert choose("rollout_worker/0", places[:1]).name == LAUNCHER
+    assert choose_host("rollout_worker/0", places).name == "c"
+    assert choose_host("rollout_worker/0", places[:1]).name == LAUNCHER
 
 
 def test_the_trainer_stays_with_its_checkpoints_unless_another_host_has_more_gpus():
-    assert choose("model_worker/0", [place(LAUNCHER), place("b")]).name == LAUNCHER
-    assert choose("model_worker/0", [place(LAUNCHER), place("b", gpus=2)]).name == "b"
-    assert choose("model_worker/0", [place(LAUNCHER), place("b", gpus=2, shared=False)]).name == LAUNCHER
+    assert choose_host("model_worker/0", [place(LAUNCHER), place("b")]).name == LAUNCHER
+    assert choose_host("model_worker/0", [place(LAUNCHER), place("b", gpus=2)]).name == "b"
+    assert choose_host("model_worker/0", [place(LAUNCHER), place("b", gpus=2, shared=False)]).name == LAUNCHER
 
 
 def test_trainers_of_one_run_share_a_host_and_each_has_a_gpu():
     places = [place(LAUNCHER), place("b", "model_worker/0", gpus=2), place("c", gpus=8)]
-    found = choose("model_worker/1", places)
-    assert (found.name, gpu_of("model_worker/1", found)) == ("b", 1)
+    found = choose_host("model_worker/1", places)
+    assert (found.name, choose_gpu("model_worker/1", found)) == ("b", 1)
     full = place("b", "model_worker/0", "generation/0", gpus=2)
     with pytest.raises(ClusterError, match="GPU of its own on b, which has 2, all taken by generation/0, model_worker"):
-        gpu_of("model_worker/1", full)
+        choose_gpu("model_worker/1", full)
 
 
 def test_engines_take_free_gpus_first_and_then_share():
     places = [place(LAUNCHER), place("b", "model_worker/0", gpus=1), place("c", "generation/0", gpus=2)]
-    found = choose("generation/1", places)
-    assert (found.name, gpu_of("generation/1", found)) == ("c", 1)
-    assert gpu_of("generation/2", place("b", "model_worker/0", gpus=1)) == 0
-    assert gpu_of("rollout_worker/0", places[2]) is None
+    found = choose_host("generation/1", places)
+    assert (found.name, choose_gpu("generation/1", found)) == ("c", 1)
+    assert choose_gpu("generation/2", place("b", "model_worker/0", gpus=1)) == 0
+    assert choose_gpu("rollout_worker/0", places[2]) is None
 
 
 def test_a_placement_names_workers_by_name_kind_or_pattern():
     placement = {"generation/1": "c", "generation": "b", "roll*": "d"}
     names = ("generation/1", "generation/2", "rollout_worker/0", "env/0")
-    assert [wished(name, placement) for name in names] == ["c", "b", "d", ""]
+    assert [find_wished_host(name, placement) for name in names] == ["c", "b", "d", ""]
 
 
 def test_a_host_that_is_not_there_is_named_or_at_a_restart_replaced():
     places = [place(LAUNCHER), place("b")]
     with pytest.raises(ClusterError, match=r"generation/0: there is no host 'x' .*only launcher, b"):
-        choose("generation/0", places, "x")
-    assert choose("generation/0", places, "x", strict=False).name == "b"
+        choose_host("generation/0", places, "x")
+    assert choose_host("generation/0", places, "x", strict=False).name == "b"
 
 
 def test_a_trainer_on_a_host_without_the_run_folder_is_refused():
     places = [place(LAUNCHER), place("b", shared=False)]
     with pytest.raises(ClusterError, match=r"model_worker/0 cannot run on b: it writes checkpoints .*fileroot"):
-        choose("model_worker/0", places, "b")
+        choose_host("model_worker/0", places, "b")
 
 
 def test_capacity_is_said_by_host():
-    text = capacity([place(LAUNCHER, cores=2), place("b", "model_worker/0", gpus=2)])
+    text = describe_capacity([place(LAUNCHER, cores=2), place("b", "model_worker/0", gpus=2)])
     assert text == "launcher: 2 cores, 0 of 0 GPUs free, 0 workers; b: 8 cores, 1 of 2 GPUs free, 1 workers"
 
 
@@ -157,7 +165,7 @@ def sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sees:
 
 def hello(name: str) -> HostHello:
     """What an agent of this process would register with."""
-    return describe(name, DOOR, Path("/nowhere"), {})
+    return describe_host(name, DOOR, Path("/nowhere"), {})
 
 
 class Bench:
@@ -184,7 +192,7 @@ class Bench:
 
     def says(self, host: str, message: Exited | NotStarted) -> None:
         """Let a host say something."""
-        self.scheduler._happened(FromHost(host, message))  # pyright: ignore[reportPrivateUsage]
+        self.scheduler._process_event(HostMessage(host, message))  # pyright: ignore[reportPrivateUsage]
 
     def told(self, name: str) -> str:
         """What a worker was told of its GPU."""
@@ -290,12 +298,12 @@ def test_two_agents_of_one_machine_deal_out_its_gpus_once(sees: Sees):
     where: list[tuple[str, int | None]] = []
     for number in range(4):
         name = f"generation/{number}"
-        place = choose(name, table.places())
-        gpu = gpu_of(name, place)
-        table.workers[name] = Running(WorkerSpec(name, "m", (), Path("l")), place.name, process_clock.now(), gpu)
+        place = choose_host(name, table.candidates())
+        gpu = choose_gpu(name, place)
+        table.workers[name] = RunningWorker(WorkerSpec(name, "m", (), Path("l")), place.name, process_clock.now(), gpu)
         where.append((place.name, gpu))
     assert sorted(where) == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
-    assert all(not place.free_gpus for place in table.places())
+    assert all(not place.free_gpus for place in table.candidates())
 
 
 def test_a_host_on_which_workers_fail_rests_and_others_get_them(bench: Callable[..., Bench]):

@@ -23,7 +23,18 @@ from realhf.cluster import control_endpoint, file_transfer, own_host
 from realhf.cluster import operator as operator_desk
 from realhf.cluster import scheduler as scheduler_module
 from realhf.cluster.cluster_keys import LauncherKeys
-from realhf.cluster.messages import Exited, FilePiece, Kept, Lines, Order, Probe, Probed, Refused, Report, StartWorker
+from realhf.cluster.messages import (
+    Exited,
+    FilePiece,
+    FileReceipt,
+    HelloRefusal,
+    Lines,
+    OperatorOrder,
+    OperatorReport,
+    Probe,
+    ProbeAnswer,
+    StartWorker,
+)
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
@@ -48,13 +59,13 @@ class Bench:
         self.events: list[WorkerEvent] = []
 
     def agent(self, name: str = "a") -> StrangeAgent:
-        self.agents.append(StrangeAgent(self.scheduler._opened().endpoint, self.keys, name))
+        self.agents.append(StrangeAgent(self.scheduler._open_endpoint().endpoint, self.keys, name))
         return self.agents[-1]
 
     def operator(self) -> StrangeAgent:
         """Who has the launcher's own keys."""
-        key = LauncherKeys.read(self.keys.file).of_operator
-        self.agents.append(StrangeAgent(self.scheduler._opened().endpoint, key, "operator"))
+        key = LauncherKeys.read(self.keys.file).operator_key
+        self.agents.append(StrangeAgent(self.scheduler._open_endpoint().endpoint, key, "operator"))
         return self.agents[-1]
 
     def begin(self) -> None:
@@ -134,11 +145,11 @@ class Answers(threading.Thread):
             if (found := self._agent.heard()) is None:
                 self._agent.socket.poll(20)
             elif isinstance(found[1], Probe):
-                self._agent.say("probed", Probed(found[1].number, "", []))
+                self._agent.say("probed", ProbeAnswer(found[1].number, "", []))
             elif isinstance(found[1], StartWorker):
                 return
             elif isinstance(piece := found[1], FilePiece):
-                self._agent.say("kept", Kept(piece.path, piece.offset + len(piece.data), self.problem))
+                self._agent.say("kept", FileReceipt(piece.path, piece.offset + len(piece.data), self.problem))
 
 
 @pytest.mark.nightly
@@ -196,7 +207,7 @@ def test_a_hello_that_cannot_be_understood_is_refused_with_its_field(bench: Benc
 def test_an_agent_of_another_version_is_refused_with_both_and_its_host(bench: Bench):
     agent = bench.agent()
     agent.hello(versions={"realhf": "99.0", "Python": "2.7"})
-    reason = agent.hears(Refused).reason
+    reason = agent.hears(HelloRefusal).reason
     assert reason.startswith("versions differ: realhf 99.0 on its-node, ") and "Python 2.7 on its-node" in reason
     assert not bench.scheduler.wait(0.1)
 
@@ -212,8 +223,8 @@ def test_a_host_with_other_files_of_the_package_or_another_torch_is_refused_with
     agent.hello(unlike=UNLIKE)
     with pytest.raises(ClusterError) as found:
         bench.begin()
-    reason = agent.hears(Refused).reason
-    own = own_host.made_of()
+    reason = agent.hears(HelloRefusal).reason
+    own = own_host.installed_versions()
     assert reason == (
         f"it has the package's files with the digest 0123, here {own['source']}; torch 1.0+cpu, here {own['torch']} "
         "(scheduler.differing_hosts=warn takes it)"
@@ -230,7 +241,7 @@ def test_a_host_that_differs_may_be_taken_with_a_warning_and_what_each_is_made_o
     bench.agent().join(unlike=UNLIKE)
     bench.until(Notice, "host a has the package's files with the digest 0123, here ")
     bench.begin()
-    torch = own_host.made_of()["torch"].partition("+")[0]
+    torch = own_host.installed_versions()["torch"].partition("+")[0]
     bench.agent("b").join(unlike={"torch": f"{torch}+other"})
     bench.until(Notice, "host b (127.0.0.1) joins")
     assert "host b has" not in str(bench.events)
@@ -278,11 +289,11 @@ def test_a_port_that_is_taken_is_named_with_its_option_when_the_launch_begins(be
 
 def test_an_order_that_cannot_be_understood_is_answered(bench: Bench):
     operator = bench.operator()
-    operator.say("add", Order("a/b", "generation", 1))
-    report = operator.hears(Report)
+    operator.say("add", OperatorOrder("a/b", "generation", 1))
+    report = operator.hears(OperatorReport)
     assert report.failed and "field host" in report.lines[0]
-    operator.say("add", Order("a", "generation", -1))
-    assert "field count" in operator.hears(Report).lines[0]
+    operator.say("add", OperatorOrder("a", "generation", -1))
+    assert "field count" in operator.hears(OperatorReport).lines[0]
 
 
 @pytest.mark.nightly
@@ -313,7 +324,7 @@ def large_file(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.nightly
 def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """A large file does not pile up in the launcher, which goes on; a host that keeps nothing is named."""
-    monkeypatch.setattr(file_transfer, "KEPT_WITHIN_S", 0.5)
+    monkeypatch.setattr(file_transfer, "RECEIPT_S", 0.5)
     agent = bench.agent().join()
     bench.begin()
     large = large_file(bench, monkeypatch)
@@ -325,7 +336,7 @@ def test_no_more_is_sent_than_a_host_keeps(bench: Bench, monkeypatch: pytest.Mon
     parts = 0
     while (found := agent.heard()) is not None:
         parts += isinstance(found[1], FilePiece)
-    assert parts == file_transfer.AHEAD
+    assert parts == file_transfer.MAX_IN_FLIGHT
 
 
 @pytest.mark.nightly
@@ -343,7 +354,7 @@ def test_workers_begin_in_order_when_what_they_need_is_there(bench: Bench, monke
             if isinstance(piece := found[1], FilePiece):
                 assert piece.offset == kept
                 kept += len(piece.data)
-                agent.say("kept", Kept(piece.path, kept, ""))
+                agent.say("kept", FileReceipt(piece.path, kept, ""))
             elif isinstance(found[1], StartWorker):
                 assert kept == 5000
                 started.append(found[1].name)
@@ -368,9 +379,9 @@ def test_a_host_is_removed_while_files_come(bench: Bench, monkeypatch: pytest.Mo
     agent, operator = bench.agent().join(), bench.operator()
     bench.begin()
     bench.start("rollout_worker/0", "none", "--key-file", large_file(bench, monkeypatch))
-    operator.say("remove", Order("a", "", 0))
+    operator.say("remove", OperatorOrder("a", "", 0))
     assert "removed with its host a" in str(bench.until(WorkerExit, "rollout_worker/0"))
-    assert operator.hears(Report).lines == ["a leaves; its workers end: rollout_worker/0"]
+    assert operator.hears(OperatorReport).lines == ["a leaves; its workers end: rollout_worker/0"]
     assert "start" not in bench.heard_until(agent, "leave")
 
 
@@ -383,9 +394,9 @@ def test_a_removed_host_that_does_not_say_how_its_workers_end_is_sent_away(
     bench.begin()
     bench.scheduler._table.hosts["a"].shared = True
     bench.start("rollout_worker/0")
-    operator.say("remove", Order("a", "", 0))
+    operator.say("remove", OperatorOrder("a", "", 0))
     assert "was removed, and did not say how" in str(bench.until(WorkerExit, "rollout_worker/0"))
-    assert operator.hears(Report).lines == ["a leaves; its workers end: rollout_worker/0"]
+    assert operator.hears(OperatorReport).lines == ["a leaves; its workers end: rollout_worker/0"]
     agent.say("ping")
     bench.heard_until(agent, "leave")
     assert not bench.scheduler._table.hosts
@@ -399,10 +410,10 @@ def test_a_host_that_leaves_for_new_keys_makes_the_run_begin_again(bench: Bench)
     bench.scheduler._table.hosts["a"].shared = True
     bench.scheduler._options.placement["model_worker"] = "a"
     bench.start("model_worker/0")
-    operator.say("remove", Order("a", "", 0))
+    operator.say("remove", OperatorOrder("a", "", 0))
     bench.served_until(lambda: operator.socket.poll(0))
-    assert "which the run cannot do without" in operator.hears(Report).lines[0]
-    operator.say("remove", Order("a", "", 0, new_keys=True))
+    assert "which the run cannot do without" in operator.hears(OperatorReport).lines[0]
+    operator.say("remove", OperatorOrder("a", "", 0, new_keys=True))
     assert "a was removed, and the run gets new keys" in str(bench.until(BeginAgain))
     assert not bench.scheduler._table.hosts
 
@@ -459,9 +470,9 @@ def test_a_synchronous_run_says_that_it_takes_no_more_workers(benches: Callable[
     bench.until(Notice, "host b: a synchronous run takes no more workers")
     assert not [event for event in bench.events if isinstance(event, WorkersWanted) and event.host == "b"]
     operator = bench.operator()
-    operator.say("add", Order("a", "generation", 1))
+    operator.say("add", OperatorOrder("a", "generation", 1))
     bench.scheduler.wait(1.0)
-    report = operator.hears(Report)
+    report = operator.hears(OperatorReport)
     assert report.failed and report.lines == ["this run is synchronous: it takes no more workers while it goes on"]
 
 
@@ -472,7 +483,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLI
 from realhf.cluster.options import ClusterOptions
 from realhf.cluster.scheduler import ClusterScheduler
 scheduler = ClusterScheduler(ClusterOptions(address="127.0.0.1", port=0, key_file=sys.argv[1], dead_after_s=40))
-print(scheduler._opened().endpoint, flush=True)
+print(scheduler._open_endpoint().endpoint, flush=True)
 end = time.monotonic() + float(sys.argv[3])
 while len(scheduler._table.hosts) < int(sys.argv[2]) and time.monotonic() < end:
     scheduler.wait(0.2)
