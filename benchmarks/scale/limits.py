@@ -64,8 +64,8 @@ class Assumptions:
     shared: float = 5e9
     """Through memory that two processes of a host share."""
     weights: float = 2e9
-    """What one process sends of its weights to other hosts, encrypted: 0.87 of a TCP stream of 2.4 GB/s
-    (docs/measured.md). Each engine fetches them for itself."""
+    """Bytes per second of weights that one process sends to other hosts, encrypted. Measured with a record layer
+    above TLS that has been removed; ``benchmarks.network.data_plane`` measures TLS alone."""
     socket: float = 1e9
     """What one process brings through encrypted sockets."""
     digest_bytes_s: float = 1.6e9

@@ -92,7 +92,7 @@ class Host:
 
 
 class HostTable:
-    """Hosts and workers by name, and the recent failures (``troubles``) of hosts, which outlast a restart of the run."""
+    """Hosts and workers by name, and recent failures of hosts (``troubles``), which outlast a restart of the run."""
 
     def __init__(self, troubles: dict[str, HostBackoff] | None = None) -> None:
         self.hosts: dict[str, Host] = {}

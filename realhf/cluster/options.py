@@ -96,7 +96,7 @@ def placement_problems(options: ClusterOptions, workers: Sequence[str]) -> Itera
 
 
 def elsewhere(options: ClusterOptions, name: str) -> bool:
-    """Return whether a worker will run on a joined host: by ``placement``, or a generation worker if one is expected."""
+    """Return whether a worker will run on a joined host: by ``placement``, or for generation if one is expected."""
     if host := find_wished_host(name, options.placement):
         return host != LAUNCHER
     return kind_of(name) == "generation" and bool(options.hosts or options.min_hosts)

@@ -347,9 +347,8 @@ class ClusterScheduler:
             if not missing and short <= 0:
                 return
             if not announced:
-                self._say(
-                    f"waiting {limit_s:g} s for {_describe_missing(missing, short)}; {self._join_instructions(control, missing)}"
-                )
+                who = _describe_missing(missing, short)
+                self._say(f"waiting {limit_s:g} s for {who}; {self._join_instructions(control, missing)}")
                 announced = True
             problem = self._starter.problem() if self._starter is not None else ""
             for name in sorted(missing & set(self._refused)):
