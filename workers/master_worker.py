@@ -60,8 +60,8 @@ from realhf.dataflow.rollouts.async_rollouts import AsyncRollouts, RolloutPlan
 from realhf.dataflow.step_source import StepSource, SynchronousSteps
 from realhf.dataflow.worker_group import A, Q, Roles, ask
 from realhf.monitor.events import EventStream
-from realhf.monitor.metrics import calls_of, public_names
-from realhf.monitor.provenance import listed_changes, record_launch
+from realhf.monitor.metrics import choose_calls, public_names
+from realhf.monitor.provenance import describe_changes, record_launch
 from realhf.monitor.run_files import write_graph_files
 from realhf.monitor.run_log import RunLog, flatten_step
 from realhf.monitor.trace import open_trace
@@ -116,7 +116,7 @@ class MasterWorker:
         self._replaceable = {"env/0", *plan.spec.rollout.workers} if plan.spec.rollout else set[str]()
         self._train_calls = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.TRAIN_STEP]
         generate_calls = [mfc.name for mfc in self._spec.mfcs if mfc.interface_type is InterfaceType.GENERATE]
-        self._named_calls = calls_of(self._train_calls, generate_calls)
+        self._named_calls = choose_calls(self._train_calls, generate_calls)
         self._roles = Roles(plan.spec, self._rpc, timeout_s=plan.rpc.call_timeout_s, trusted=plan.network.trusted)
         self._loads = LoadOfSteps()
         self._wall_before = 0.0
@@ -189,7 +189,7 @@ class MasterWorker:
         launch = self._plan.launch
         is_new = await asyncio.to_thread(record_launch, self._spec.run_dir, launch, completed, self._warn)
         if is_new and launch.changed:
-            self._warn(f"from step {completed + 1} on the run has other options: {listed_changes(launch.changed)}")
+            self._warn(f"from step {completed + 1} on the run has other options: {describe_changes(launch.changed)}")
 
     def _warn(self, text: str) -> None:
         self._events.emit("warning", text=text)
@@ -449,7 +449,7 @@ class MasterWorker:
         self._log.step(step, public_names(metrics, **self._named_calls), episodes)
         for call in report.calls:
             if call.stats.get("skipped"):
-                self._log.skipped(step, call.mfc, call.ids, call.stats)
+                self._log.record_skipped(step, call.mfc, call.ids, call.stats)
             if "stop" in call.stats:
                 raise RuntimeError(f"{call.mfc} ended the run at step {step}: {call.stats['stop']}")
 

@@ -65,7 +65,8 @@ class Assumptions:
     """Through memory that two processes of a host share."""
     weights: float = 2e9
     """Bytes per second of weights that one process sends to other hosts, encrypted. Measured with a record layer
-    above TLS that has been removed; ``benchmarks.network.data_plane`` measures TLS alone."""
+    above TLS that has been removed; ``benchmarks.network.data_plane`` measures TLS alone. Each engine fetches them
+    for itself."""
     socket: float = 1e9
     """What one process brings through encrypted sockets."""
     digest_bytes_s: float = 1.6e9

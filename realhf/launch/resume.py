@@ -17,7 +17,7 @@ from realhf.api.config import ConfigError, ExperimentConfig, RecoverMode, run_fo
 from realhf.api.option import OnResume, walk
 from realhf.base.dataclass_json import to_json_value
 from realhf.dataflow.checkpoint import CheckpointError, CheckpointStore
-from realhf.monitor.provenance import LAUNCH, listed_changes, read_config, shown_change
+from realhf.monitor.provenance import LAUNCH, describe_change, describe_changes, read_config
 
 
 class Change(NamedTuple):
@@ -29,7 +29,7 @@ class Change(NamedTuple):
     now: Any
 
     def __str__(self) -> str:
-        return shown_change(self.name, self.before, self.now)
+        return describe_change(self.name, self.before, self.now)
 
 
 class Resumption(NamedTuple):
@@ -145,4 +145,4 @@ def _same(before: Any, now: Any) -> bool:
 
 
 def _listed(found: Sequence[Change]) -> str:
-    return listed_changes({change.name: (change.before, change.now) for change in found})
+    return describe_changes({change.name: (change.before, change.now) for change in found})

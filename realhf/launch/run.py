@@ -31,7 +31,7 @@ from realhf.launch.processes import LaunchError, run_job, run_workers
 from realhf.launch.resume import Resumption, plain_options, resume_line
 from realhf.monitor.display import Display, make_display
 from realhf.monitor.provenance import EFFECTIVE, origin, record_launch
-from realhf.monitor.summary import held_out_table
+from realhf.monitor.summary import build_held_out_table
 from realhf.scheduler.base import Scheduler
 from realhf.scheduler.process import adopt_orphans, describe
 
@@ -189,7 +189,7 @@ def _say_error(text: str, exit_code: int, more: str = "") -> int:
 
 def _say_results(summary: dict[str, Any], run_dir: Path) -> None:
     console = Console()
-    table = held_out_table(summary)
+    table = build_held_out_table(summary)
     if table is not None:
         console.print(table)
     console.print(

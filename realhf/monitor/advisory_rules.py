@@ -1,5 +1,4 @@
-"""Judges a run by rules, each of which looks for one thing that goes wrong, in its metrics, rollouts and
-evaluations."""
+"""Rules that detect common problems of a run from its metrics, rollouts and evaluations."""
 
 from __future__ import annotations
 
@@ -11,62 +10,69 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-Row = Mapping[str, Any]
-Filter = dict[str, str | float]
-INFO, WARNING, CRITICAL = "info", "warning", "critical"
+MetricRow = Mapping[str, Any]
+RolloutFilter = dict[str, str | float]
+INFO = "info"
+WARNING = "warning"
+CRITICAL = "critical"
 SEVERITIES = (CRITICAL, WARNING, INFO)
 RECENT = 5
-"""So many steps at the end of a run say how it is now."""
-LEAST = 10
-"""A run is compared with its own beginning from so many steps on."""
-LASTING = 3
-"""A condition that may hold by chance counts when it has held for so many steps."""
+"""Number of last steps whose average is the current state of a run."""
+MIN_STEPS = 10
+"""Number of steps from which a run is compared with its beginning."""
+LASTING_STEPS = 3
+"""Number of steps for which a condition must hold, since it may hold by chance in a single one."""
 
 
 @dataclass(frozen=True)
 class Advisory:
-    """Says what seems wrong with a run.
-
-    ``severity`` is one of ``SEVERITIES``; ``text`` a sentence with the figures; ``since`` the step since which it is
-    so; ``filter`` finds the rollouts that show it, by the fields of the viewer's table ({} where none do); ``advice``
-    is what one may do about it, with the options.
-    """
+    """A suspected problem of a run."""
 
     id: str
     severity: str
+    """One of ``SEVERITIES``."""
     text: str
+    """Description of the problem in a sentence, with numbers."""
     since: int
+    """Step since which the problem exists."""
     advice: str
-    filter: Filter = field(default_factory=dict)
+    """What the user may do, with the options."""
+    filter: RolloutFilter = field(default_factory=dict)
+    """Filter of the viewer's table for the rollouts that show the problem; {} if none do."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Holds what rules judge: rows of metrics in order, index lines of rollouts (``template``, ``group``, ``failure``,
-    ``step``, ``split``), evaluation reports by step, and the bound on staleness where there is one."""
+    """Input of the rules."""
 
-    rows: Sequence[Row]
+    rows: Sequence[MetricRow]
+    """Metrics of the steps, in order."""
     index: Sequence[Mapping[str, Any]] = ()
+    """Index lines of rollouts: ``template``, ``group``, ``failure``, ``step``, ``split``."""
     evaluations: Sequence[tuple[int, Mapping[str, Any]]] = ()
+    """Evaluation reports with the number of completed steps, in order."""
     staleness_bound: float | None = None
+    """Maximum staleness by the run's options; None without one."""
 
     @property
-    def recent(self) -> Sequence[Row]:
-        """The last steps."""
+    def recent(self) -> Sequence[MetricRow]:
+        """The last ``RECENT`` steps."""
         return self.rows[-RECENT:]
 
     @property
-    def early(self) -> Sequence[Row]:
-        """The first steps; none in a run that is too short to be compared with its beginning."""
-        return self.rows[:RECENT] if len(self.rows) >= LEAST else ()
+    def early(self) -> Sequence[MetricRow]:
+        """The first ``RECENT`` steps; none of a run with fewer than ``MIN_STEPS``."""
+        return self.rows[:RECENT] if len(self.rows) >= MIN_STEPS else ()
 
 
 Rule = Callable[[Evidence], Iterator[Advisory]]
-Condition = Callable[[Row], bool | None]
+"""Yields the problems that one rule finds."""
+Condition = Callable[[MetricRow], bool | None]
+"""Whether a condition holds in a step; None if the step lacks the metric."""
 
 
-def number(row: Row, name: str) -> float | None:
-    """Return a value that is a number, NaN and infinities included; None for anything else."""
+def read_number(row: MetricRow, name: str) -> float | None:
+    """Return a metric as a float, including NaN and infinities; None if it is missing or not a number."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -76,126 +82,137 @@ def number(row: Row, name: str) -> float | None:
         return math.inf if value > 0 else -math.inf
 
 
-def finite(rows: Sequence[Row], name: str) -> list[float]:
+def finite_values(rows: Sequence[MetricRow], name: str) -> list[float]:
     """Return the finite values of a metric, in order."""
-    found = [number(row, name) for row in rows]
-    return [value for value in found if value is not None and math.isfinite(value)]
+    values = [read_number(row, name) for row in rows]
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
-def mean(rows: Sequence[Row], name: str) -> float | None:
-    """Average the finite values of a metric; None without one."""
-    values = finite(rows, name)
+def mean(rows: Sequence[MetricRow], name: str) -> float | None:
+    """Return the mean of the finite values of a metric; None without one."""
+    values = finite_values(rows, name)
     return statistics.fmean(values) if values else None
 
 
-def median(rows: Sequence[Row], name: str) -> float | None:
+def median(rows: Sequence[MetricRow], name: str) -> float | None:
     """Return the median of the finite values of a metric; None without one."""
-    values = finite(rows, name)
+    values = finite_values(rows, name)
     return statistics.median(values) if values else None
 
 
-def step_of(row: Row) -> int:
-    """Return the step of a row, 0 where it says none."""
-    found = number(row, "step")
-    return int(found) if found is not None and math.isfinite(found) else 0
+def step_of(row: MetricRow) -> int:
+    """Return the step of a row; 0 if it has none."""
+    step = read_number(row, "step")
+    return int(step) if step is not None and math.isfinite(step) else 0
 
 
-def lasting(rows: Sequence[Row], holds: Condition, least: int = LASTING) -> int | None:
-    """Return the step since which a condition holds without a break up to the end; None where it does not hold now or
-    has not for ``least`` steps. Rows of which ``holds`` says None count for nothing."""
-    since, count = 0, 0
+def find_start(rows: Sequence[MetricRow], holds: Condition, least: int = LASTING_STEPS) -> int | None:
+    """Return the step since which a condition holds without interruption up to the end.
+
+    None if it does not hold at the end, or has held for fewer than ``least`` steps. Rows for which
+    ``holds`` returns None are skipped.
+    """
+    since = 0
+    count = 0
     for row in reversed(rows):
-        found = holds(row)
-        if found is None:
+        holding = holds(row)
+        if holding is None:
             continue
-        if not found:
+        if not holding:
             break
-        since, count = step_of(row), count + 1
+        since = step_of(row)
+        count += 1
     return since if count >= least else None
 
 
 def above(name: str, limit: float) -> Condition:
-    """Make a condition: the metric is above a limit."""
-    return lambda row: None if (value := number(row, name)) is None else value > limit
+    """Build the condition that a metric is above a limit."""
+    return lambda row: None if (value := read_number(row, name)) is None else value > limit
 
 
 def below(name: str, limit: float) -> Condition:
-    """Make a condition: the metric is below a limit."""
-    return lambda row: None if (value := number(row, name)) is None else value < limit
+    """Build the condition that a metric is below a limit."""
+    return lambda row: None if (value := read_number(row, name)) is None else value < limit
 
 
 def is_equal(name: str, wanted: float) -> Condition:
-    """Make a condition: the metric has this value."""
-    return lambda row: None if (value := number(row, name)) is None else value == wanted
+    """Build the condition that a metric has this value."""
+    return lambda row: None if (value := read_number(row, name)) is None else value == wanted
 
 
-def both(*conditions: Condition) -> Condition:
-    """Make a condition: all hold. None where one of them says nothing."""
+def all_of(*conditions: Condition) -> Condition:
+    """Build the condition that all of these hold; it is None where one of them is None."""
 
-    def holds(row: Row) -> bool | None:
-        found = [condition(row) for condition in conditions]
-        return None if None in found else all(found)
+    def holds(row: MetricRow) -> bool | None:
+        results = [condition(row) for condition in conditions]
+        return None if None in results else all(results)
 
     return holds
 
 
-def _since(run: Evidence, holds: Condition) -> int:
-    """Return the step since which a condition holds, the first of the last steps where it is not so now."""
-    return lasting(run.rows, holds, 1) or step_of(run.recent[0])
+def _find_start_or_recent(run: Evidence, holds: Condition) -> int:
+    """Return the step since which a condition holds; the first of the recent steps if it does not hold now."""
+    return find_start(run.rows, holds, 1) or step_of(run.recent[0])
 
 
-def _lasting(
+def _condition_rule(
     name: str,
     severity: str,
     holds: Condition,
     text: str,
     advice: str,
-    shown_by: Filter | None = None,
+    shown_by: RolloutFilter | None = None,
     *,
-    least: int = LASTING,
-    **figures: str,
+    least: int = LASTING_STEPS,
+    **metrics: str,
 ) -> Rule:
-    """Make the rule that a condition holds to the end. ``text`` may name ``{since}`` and ``figures``, each the mean of
-    a metric in the last steps; ``shown_by`` are the rollouts of training from then on that show it."""
+    """Build the rule that reports a condition which has held for ``least`` steps up to the end.
+
+    text: may contain ``{since}`` and the keys of ``metrics``. metrics: metric by key, of which the mean over the
+    recent steps is inserted. shown_by: filter of the training rollouts from ``since`` on that show the problem.
+    """
 
     def rule(run: Evidence) -> Iterator[Advisory]:
-        since = lasting(run.rows, holds, least)
+        since = find_start(run.rows, holds, least)
         if since is not None:
-            now = {key: mean(run.recent, metric) or 0.0 for key, metric in figures.items()}
-            rollouts: Filter = {} if shown_by is None else {"split": "train", **shown_by, "step_min": since}
+            now = {key: mean(run.recent, metric) or 0.0 for key, metric in metrics.items()}
+            rollouts: RolloutFilter = {} if shown_by is None else {"split": "train", **shown_by, "step_min": since}
             yield Advisory(name, severity, text.format(since=since, **now), since, advice, rollouts)
 
     return rule
 
 
-SIGNAL, ALL_GROUPS, SUCCESS, SPREAD = "groups/with_signal", "groups/total", "success/overall", "reward/std"
+SIGNAL = "groups/with_signal"
+ALL_GROUPS = "groups/total"
+SUCCESS = "success/overall"
+SPREAD = "reward/std"
 LITTLE_SIGNAL = 0.2
-"""Least share of groups that should teach something."""
+"""Fraction of groups with an advantage below which a warning is given."""
 TRUNCATED = 0.2
-"""Most truncated sequences that are taken for granted."""
+"""Fraction of truncated sequences above which a warning is given."""
 OUT_OF_TURNS = 0.5
-"""Most episodes that the limit of turns may end: a policy that fails uses all its turns."""
+"""The same of episodes that the limit of turns ends; it is high because a failing policy uses all its turns."""
 UNSURE = 0.5
-"""An evaluation without a success whose interval reaches this far has too few episodes to say that none succeeds."""
+"""An evaluation without success has too few episodes for a verdict if its interval reaches this success rate."""
 TURNS_ADVICE = (
     "Raise rollout.max_turns, with room for the tokens of these turns (rollout.max_total_tokens), or choose tasks that "
     "take fewer. Read some of them first: a policy that repeats itself is not helped by more turns."
 )
 GROWN = 2.0
-"""A length that has changed by this factor has exploded or collapsed."""
+"""Factor of change from which a length counts as exploding or collapsing."""
 FALLEN_BEHIND = 0.05
-"""Success of a group below this counts as failing where all groups together have four times as much."""
+"""Success below which a group counts as failing, if all groups together have four times as much."""
 LATE = 2.0
-"""An evaluation is late after so many of the longest intervals before."""
+"""An evaluation is late after this many times the longest interval between earlier ones."""
 WAYS = ("sampled", "greedy")
-"""Ways of sampling in evaluations; one is never compared with the other."""
+"""Sampling methods of evaluations, which are never compared with each other."""
 UNSEEN = 50
-"""A run of so many steps wants an evaluation beside the one before training."""
+"""Number of steps after which a run needs an evaluation in addition to the one before training."""
 
 
-def few_groups_teach(run: Evidence) -> Iterator[Advisory]:
+def check_group_signal(run: Evidence) -> Iterator[Advisory]:
     """Most groups have no signal."""
-    signal, groups = finite(run.recent, SIGNAL), finite(run.recent, ALL_GROUPS)
+    signal, groups = finite_values(run.recent, SIGNAL), finite_values(run.recent, ALL_GROUPS)
     if len(signal) < RECENT or not sum(groups) or not 0 < sum(signal) < LITTLE_SIGNAL * sum(groups):
         return
     yield Advisory(
@@ -209,14 +226,14 @@ def few_groups_teach(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def length_changed(run: Evidence) -> Iterator[Advisory]:
+def check_length(run: Evidence) -> Iterator[Advisory]:
     """Answers have become much longer or much shorter."""
     before, now = mean(run.early, "length/mean"), mean(run.recent, "length/mean")
     if before is None or now is None or before <= 0 or 1 / GROWN <= now / before <= GROWN:
         return
     longer = now > before
     limit = before * GROWN if longer else before / GROWN
-    since = _since(run, (above if longer else below)("length/mean", limit))
+    since = _find_start_or_recent(run, (above if longer else below)("length/mean", limit))
     yield Advisory(
         "length_exploding" if longer else "length_collapsing",
         WARNING,
@@ -227,7 +244,7 @@ def length_changed(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def group_fails(run: Evidence) -> Iterator[Advisory]:
+def check_groups(run: Evidence) -> Iterator[Advisory]:
     """One group of tasks fails while others succeed."""
     overall = mean(run.recent, SUCCESS)
     if overall is None or overall < 4 * FALLEN_BEHIND:
@@ -235,10 +252,10 @@ def group_fails(run: Evidence) -> Iterator[Advisory]:
     names = sorted({name for row in run.recent for name in row if name.startswith("success/")} - {SUCCESS})
     for name in names:
         value = mean(run.recent, name)
-        if value is None or value >= FALLEN_BEHIND or len(finite(run.rows, name)) < LASTING:
+        if value is None or value >= FALLEN_BEHIND or len(finite_values(run.rows, name)) < LASTING_STEPS:
             continue
         group = name.removeprefix("success/")
-        since = _since(run, below(name, FALLEN_BEHIND))
+        since = _find_start_or_recent(run, below(name, FALLEN_BEHIND))
         yield Advisory(
             "group_failing",
             WARNING,
@@ -249,13 +266,13 @@ def group_fails(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def evaluation_late(run: Evidence) -> Iterator[Advisory]:
-    """The last evaluation lies far back."""
+def check_evaluation_age(run: Evidence) -> Iterator[Advisory]:
+    """The last evaluation is old."""
     if not run.rows or not run.evaluations:
         return
     steps, now = [step for step, _ in run.evaluations], step_of(run.rows[-1])
     longest = max((later - step for step, later in pairwise(steps)), default=0)
-    limit = max(LEAST, LATE * longest) if longest else UNSEEN
+    limit = max(MIN_STEPS, LATE * longest) if longest else UNSEEN
     if now - steps[-1] > limit:
         yield Advisory(
             "evaluation_stale",
@@ -266,9 +283,9 @@ def evaluation_late(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def evaluation_falls(run: Evidence) -> Iterator[Advisory]:
+def check_held_out_trend(run: Evidence) -> Iterator[Advisory]:
     """Held-out success falls below the interval of its best, while the training reward has risen."""
-    way, points = _held_out(run)
+    way, points = _held_out_evaluations(run)
     if len(points) < 2:
         return
     best_step, best = max(points[:-1], key=lambda point: point[1]["success"])
@@ -291,9 +308,9 @@ def evaluation_falls(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def held_out_fails(run: Evidence) -> Iterator[Advisory]:
-    """No episode of the last evaluation succeeded, and there were enough of them to say so."""
-    way, points = _held_out(run)
+def check_held_out_success(run: Evidence) -> Iterator[Advisory]:
+    """No episode of the last evaluation succeeded, and there were enough episodes for a verdict."""
+    way, points = _held_out_evaluations(run)
     if not points:
         return
     step, last = points[-1]
@@ -312,9 +329,9 @@ def held_out_fails(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def held_out_cut(run: Evidence) -> Iterator[Advisory]:
-    """Most episodes of the last evaluation were ended by the limit of turns."""
-    way, points = _held_out(run)
+def check_held_out_turns(run: Evidence) -> Iterator[Advisory]:
+    """The limit of turns ended most episodes of the last evaluation."""
+    way, points = _held_out_evaluations(run)
     if not points:
         return
     step, last = points[-1]
@@ -332,10 +349,10 @@ def held_out_cut(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def _held_out(run: Evidence) -> tuple[str, list[tuple[int, dict[str, float]]]]:
-    """Return the way of sampling that stands for the run, and its evaluations as (step, figures of all groups)."""
-    way = next((way for way in WAYS if any(_overall(report, way) for _, report in run.evaluations)), WAYS[0])
-    return way, [(step, entry) for step, report in run.evaluations if (entry := _overall(report, way)) is not None]
+def _held_out_evaluations(run: Evidence) -> tuple[str, list[tuple[int, dict[str, float]]]]:
+    """Return the sampling method that represents the run, and its evaluations as (step, results of all groups)."""
+    way = next((way for way in WAYS if any(_read_overall(report, way) for _, report in run.evaluations)), WAYS[0])
+    return way, [(step, entry) for step, report in run.evaluations if (entry := _read_overall(report, way)) is not None]
 
 
 def _when(step: int) -> str:
@@ -346,41 +363,50 @@ def _of_episodes(entry: Mapping[str, float]) -> str:
     return f"{entry['episodes']:.0f} episodes, " if "episodes" in entry else ""
 
 
-def _overall(report: Mapping[str, Any], way: str) -> dict[str, float] | None:
-    """Return the figures of all groups together for one way of sampling, None where they are not whole."""
+def _read_overall(report: Mapping[str, Any], way: str) -> dict[str, float] | None:
+    """Return the results of all groups together for one sampling method; None if they are incomplete."""
     groups = report.get(way)
     entry = groups.get("overall") if isinstance(groups, Mapping) else None
     if not isinstance(entry, Mapping):
         return None
-    found = {key: value for key in (*_NEEDED, *_KNOWN) if (value := number(entry, key)) is not None}
-    return found if found.keys() >= {*_NEEDED} else None
+    keys = (*_REQUIRED_FIELDS, *_OPTIONAL_FIELDS)
+    results = {key: value for key in keys if (value := read_number(entry, key)) is not None}
+    return results if results.keys() >= {*_REQUIRED_FIELDS} else None
 
 
-_NEEDED = ("success", "low", "high")
-_KNOWN = ("episodes", "out_of_turns")
-"""What reports of earlier versions may lack."""
+_REQUIRED_FIELDS = ("success", "low", "high")
+_OPTIONAL_FIELDS = ("episodes", "out_of_turns")
+"""Fields that reports of earlier versions may lack."""
 
 
 COLLAPSED = 0.2
-"""Entropy below this share of its beginning has collapsed."""
+"""Fraction of its initial value below which entropy counts as collapsed."""
 DRIFTED_KL = 1.0
-"""KL from the reference, nats a token, beyond which the policy is another one."""
-GROWN_KL, SOME_KL = 10.0, 0.1
+"""KL from the reference, in nats per token, from which the policy counts as another one."""
+GROWN_KL = 10.0
+"""Factor of growth of that KL from which a warning is given, ..."""
+SOME_KL = 0.1
+"""... if it is above this."""
 MISMATCHED = 0.01
-"""KL of engine and trainer, nats, that hurts."""
+"""KL between engine and trainer, in nats per token, from which it harms training."""
 GROWN_MISMATCH = 3.0
+"""Factor of its growth from which a warning is given."""
 SPIKE = 10.0
-"""A norm so many times the median is a spike."""
-CLIPPED, LARGE_RATIO = 0.3, 10.0
-NORM, SKIPPED = "policy/grad_norm", "policy/skipped"
+"""Ratio to the median from which a gradient norm counts as a spike."""
+CLIPPED = 0.3
+"""Fraction of clipped tokens above which a warning is given."""
+LARGE_RATIO = 10.0
+"""Ratio of new to old probability above which a warning is given."""
+NORM = "policy/grad_norm"
+SKIPPED = "policy/skipped"
 
 
-def entropy_collapses(run: Evidence) -> Iterator[Advisory]:
-    """The policy tries hardly anything any more."""
+def check_entropy(run: Evidence) -> Iterator[Advisory]:
+    """The entropy of the policy has collapsed."""
     before, now = mean(run.early, "policy/entropy"), mean(run.recent, "policy/entropy")
     if before is None or now is None or before <= 0 or now >= COLLAPSED * before:
         return
-    since = _since(run, below("policy/entropy", COLLAPSED * before))
+    since = _find_start_or_recent(run, below("policy/entropy", COLLAPSED * before))
     yield Advisory(
         "entropy_collapse",
         WARNING,
@@ -391,7 +417,7 @@ def entropy_collapses(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def kl_runs_away(run: Evidence) -> Iterator[Advisory]:
+def check_kl(run: Evidence) -> Iterator[Advisory]:
     """The policy leaves its reference."""
     before, now = mean(run.early, "policy/kl_ref"), mean(run.recent, "policy/kl_ref")
     if now is None or not (now > DRIFTED_KL or (before is not None and now > max(SOME_KL, GROWN_KL * before))):
@@ -402,18 +428,18 @@ def kl_runs_away(run: Evidence) -> Iterator[Advisory]:
         WARNING,
         f"The KL divergence from the reference is {now:.3g} nats a token"
         + ("." if before is None else f"; in the first {RECENT} steps it was {before:.3g}."),
-        _since(run, above("policy/kl_ref", limit)),
+        _find_start_or_recent(run, above("policy/kl_ref", limit)),
         "Raise ppo.kl_loss_coef or ppo.kl_ctl, or lower actor.optimizer.lr.",
     )
 
 
-def mismatch_grows(run: Evidence) -> Iterator[Advisory]:
+def check_mismatch(run: Evidence) -> Iterator[Advisory]:
     """Engine and trainer disagree more and more about the same tokens."""
     before, now = mean(run.early, "mismatch/kl"), mean(run.recent, "mismatch/kl")
     if now is None or now <= MISMATCHED or (before is not None and now < GROWN_MISMATCH * before):
         return
     p99 = mean(run.recent, "mismatch/abs_p99")
-    since = _since(run, above("mismatch/kl", MISMATCHED))
+    since = _find_start_or_recent(run, above("mismatch/kl", MISMATCHED))
     yield Advisory(
         "mismatch_growing",
         WARNING,
@@ -427,7 +453,7 @@ def mismatch_grows(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def gradient_spikes(run: Evidence) -> Iterator[Advisory]:
+def check_gradient_norm(run: Evidence) -> Iterator[Advisory]:
     """A recent gradient is far larger than usual."""
     usual = median(run.rows[:-RECENT], NORM) if run.early else None
     if not usual:
@@ -444,13 +470,13 @@ def gradient_spikes(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def _finite_norm(row: Row) -> float:
-    value = number(row, NORM)
+def _finite_norm(row: MetricRow) -> float:
+    value = read_number(row, NORM)
     return value if value is not None and math.isfinite(value) else 0.0
 
 
-def not_finite(run: Evidence) -> Iterator[Advisory]:
-    """Updates were left out, or figures of them are no numbers."""
+def check_finite_updates(run: Evidence) -> Iterator[Advisory]:
+    """Updates were skipped, or their loss or gradient norm is not finite."""
     for call, title in (("policy", "policy"), ("critic", "critic")):
         bad = [row for row in run.rows if _is_bad(row, call)]
         if bad:
@@ -465,18 +491,18 @@ def not_finite(run: Evidence) -> Iterator[Advisory]:
             )
 
 
-def _is_bad(row: Row, call: str) -> bool:
-    if (number(row, f"{call}/skipped") or 0.0) > 0:
+def _is_bad(row: MetricRow, call: str) -> bool:
+    if (read_number(row, f"{call}/skipped") or 0.0) > 0:
         return True
-    values: Sequence[float | None] = [number(row, f"{call}/{name}") for name in ("loss", "grad_norm")]
+    values: Sequence[float | None] = [read_number(row, f"{call}/{name}") for name in ("loss", "grad_norm")]
     return any(value is not None and not math.isfinite(value) for value in values)
 
 
-def ratio_large(run: Evidence) -> Iterator[Advisory]:
+def check_ratio(run: Evidence) -> Iterator[Advisory]:
     """Single tokens have become far likelier than they were when sampled."""
-    since = lasting(run.rows, above("policy/ratio_max", LARGE_RATIO))
+    since = find_start(run.rows, above("policy/ratio_max", LARGE_RATIO))
     if since is not None:
-        largest = max(value for row in run.recent if (value := number(row, "policy/ratio_max")) is not None)
+        largest = max(value for row in run.recent if (value := read_number(row, "policy/ratio_max")) is not None)
         yield Advisory(
             "ratio_large",
             WARNING,
@@ -487,19 +513,32 @@ def ratio_large(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-SPEED, GENERATION, TRAINING = "throughput/tokens_per_second", "generation/occupancy", "training/occupancy"
-MANY_FAILURES, SOME_FAILURES, RISEN = 0.2, 0.05, 2.0
-"""Share of failed rollouts that is too much by itself, or when it has risen by the factor."""
-FAILS, ATTEMPTS = 0.5, 6
-"""A task fails when at least this share of at least so many rollouts of it failed."""
-MOST_TASKS = 5
-"""So many tasks are named at most."""
-IDLE, BUSY = 0.3, 0.9
+SPEED = "throughput/tokens_per_second"
+GENERATION = "generation/occupancy"
+TRAINING = "training/occupancy"
+MANY_FAILURES = 0.2
+"""Fraction of failed rollouts above which a warning is given in any case, ..."""
+SOME_FAILURES = 0.05
+"""... or above this one, ..."""
+RISEN = 2.0
+"""... if it has risen by this factor."""
+FAILS = 0.5
+"""Fraction of failed rollouts from which a task counts as failing, ..."""
+ATTEMPTS = 6
+"""... if it had at least this many."""
+MAX_TASKS = 5
+"""Maximum number of tasks that are named."""
+IDLE = 0.3
+"""Occupancy below which a part counts as idle."""
+BUSY = 0.9
+"""Occupancy above which a part counts as busy."""
 SLOWED = 0.5
+"""Fraction of the earlier throughput below which a run counts as slowed down."""
 DISCARDED = 0.2
+"""Fraction of discarded samples above which a warning is given."""
 
 
-def failures_rise(run: Evidence) -> Iterator[Advisory]:
+def check_failure_rate(run: Evidence) -> Iterator[Advisory]:
     """Many rollouts fail, or more than before."""
     now, before = _failed_share(run.recent), _failed_share(run.early)
     if now is None or not (now > MANY_FAILURES or (before is not None and now > max(SOME_FAILURES, RISEN * before))):
@@ -508,14 +547,14 @@ def failures_rise(run: Evidence) -> Iterator[Advisory]:
     for row in run.recent:
         for name in row:
             if name.startswith("failures/"):
-                kinds[name.removeprefix("failures/")] += int(sum(finite([row], name)))
-    told = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common(4) if count)
+                kinds[name.removeprefix("failures/")] += int(sum(finite_values([row], name)))
+    counts = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common(4) if count)
     yield Advisory(
         "failures_rising",
         CRITICAL if now > 0.5 else WARNING,
         f"{now:.0%} of the rollouts of the last {len(run.recent)} steps failed"
         + ("" if before is None else f", at the beginning {before:.0%}")
-        + (f" ({told})." if told else "."),
+        + (f" ({counts})." if counts else "."),
         step_of(run.recent[0]),
         "Read what failed and the log of the environment; rollout.message_timeout_s, env.pool_size and rollout.retries "
         "decide how much is borne.",
@@ -523,12 +562,13 @@ def failures_rise(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def _failed_share(rows: Sequence[Row]) -> float | None:
-    played, failed = sum(finite(rows, "rollouts/played")), sum(finite(rows, "rollouts/failed"))
+def _failed_share(rows: Sequence[MetricRow]) -> float | None:
+    played = sum(finite_values(rows, "rollouts/played"))
+    failed = sum(finite_values(rows, "rollouts/failed"))
     return failed / played if played > 0 else None
 
 
-def task_fails(run: Evidence) -> Iterator[Advisory]:
+def check_failing_tasks(run: Evidence) -> Iterator[Advisory]:
     """The environment fails at particular tasks."""
     played: Counter[str] = Counter()
     failed: Counter[str] = Counter()
@@ -542,7 +582,7 @@ def task_fails(run: Evidence) -> Iterator[Advisory]:
             failed[task] += 1
             first[task] = min(first.get(task, step), step)
     bad = [task for task, count in failed.most_common() if played[task] >= ATTEMPTS and count >= FAILS * played[task]]
-    for task in bad[:MOST_TASKS]:
+    for task in bad[:MAX_TASKS]:
         yield Advisory(
             "task_failing",
             WARNING,
@@ -554,12 +594,12 @@ def task_fails(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def staleness_at_bound(run: Evidence) -> Iterator[Advisory]:
-    """Nearly everything that is trained on is as old as it may be."""
+def check_staleness(run: Evidence) -> Iterator[Advisory]:
+    """Almost all samples are as stale as the bound allows."""
     bound = run.staleness_bound
     if not bound or bound <= 0:
         return
-    since = lasting(run.rows, above("staleness/mean", 0.9 * bound - 1e-9), RECENT)
+    since = find_start(run.rows, above("staleness/mean", 0.9 * bound - 1e-9), RECENT)
     if since is not None:
         yield Advisory(
             "staleness_at_bound",
@@ -572,13 +612,13 @@ def staleness_at_bound(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def slower(run: Evidence) -> Iterator[Advisory]:
+def check_throughput(run: Evidence) -> Iterator[Advisory]:
     """Throughput has halved."""
     before = median(run.rows[: max(RECENT, len(run.rows) // 2)], SPEED) if run.early else None
     now = median(run.recent, SPEED)
     if not before or now is None or now >= SLOWED * before:
         return
-    since = _since(run, below(SPEED, SLOWED * before))
+    since = _find_start_or_recent(run, below(SPEED, SLOWED * before))
     seconds, usual = median(run.recent, "time/step"), median(run.rows[: len(run.rows) // 2], "time/step")
     yield Advisory(
         "throughput_halved",
@@ -590,16 +630,16 @@ def slower(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def many_discarded(run: Evidence) -> Iterator[Advisory]:
-    """Samples that were played are thrown away."""
+def check_discarded_samples(run: Evidence) -> Iterator[Advisory]:
+    """Many played samples are discarded."""
     if not run.rows:
         return
     last = run.rows[-1]
-    lost = sum(sum(finite([last], f"admission/{name}")) for name in ("rejected", "dropped", "given_up"))
-    kept = sum(finite([last], "admission/accepted"))
+    lost = sum(sum(finite_values([last], f"admission/{name}")) for name in ("rejected", "dropped", "given_up"))
+    kept = sum(finite_values([last], "admission/accepted"))
     if kept + lost < 20 or lost <= DISCARDED * (kept + lost):
         return
-    since = next((step_of(row) for row in run.rows if sum(finite([row], "admission/rejected"))), step_of(last))
+    since = next((step_of(row) for row in run.rows if sum(finite_values([row], "admission/rejected"))), step_of(last))
     yield Advisory(
         "samples_discarded",
         WARNING,
@@ -610,10 +650,10 @@ def many_discarded(run: Evidence) -> Iterator[Advisory]:
     )
 
 
-def no_updates(run: Evidence) -> Iterator[Advisory]:
+def check_updates(run: Evidence) -> Iterator[Advisory]:
     """Train steps make no update of the policy although groups have a signal."""
-    since = lasting(run.rows, both(is_equal("policy/updates", 0.0), above("groups/with_signal", 0.0)))
-    if since is not None and not sum(finite(run.recent, "policy/skipped")):
+    since = find_start(run.rows, all_of(is_equal("policy/updates", 0.0), above("groups/with_signal", 0.0)))
+    if since is not None and not sum(finite_values(run.recent, "policy/skipped")):
         yield Advisory(
             "no_updates",
             WARNING,
@@ -623,41 +663,42 @@ def no_updates(run: Evidence) -> Iterator[Advisory]:
         )
 
 
-def _batch_waits(row: Row) -> bool | None:
-    """Whether a whole batch of finished samples is staged and nothing may be admitted."""
-    groups, staged = number(row, ALL_GROUPS) or 0.0, number(row, "admission/staged")
-    return None if staged is None or groups <= 0 else staged >= groups and number(row, "admission/capacity") == 0
+def _batch_waits(row: MetricRow) -> bool | None:
+    """Return whether a whole batch of finished samples is staged and no sample may be admitted."""
+    groups = read_number(row, ALL_GROUPS) or 0.0
+    staged = read_number(row, "admission/staged")
+    return None if staged is None or groups <= 0 else staged >= groups and read_number(row, "admission/capacity") == 0
 
 
 RULES: tuple[Rule, ...] = (
-    _lasting(
+    _condition_rule(
         "all_groups_zero",
         CRITICAL,
-        both(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 0.0)),
+        all_of(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 0.0)),
         "No rollout has succeeded since step {since}, and no group has an advantage: the policy learns nothing.",
         "Begin with easier tasks (options of env), more rollouts of each (ppo.group_size), or a warm start "
         "(actor.warm_start=true).",
         {"outcome": "unsolved"},
     ),
-    _lasting(
+    _condition_rule(
         "all_groups_one",
         WARNING,
-        both(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 1.0)),
+        all_of(is_equal(SIGNAL, 0.0), is_equal(SUCCESS, 1.0)),
         "Every rollout has succeeded since step {since}, and no group has an advantage: nothing is left to learn.",
         "Take harder tasks (options of env), or stop here.",
         {"outcome": "success"},
     ),
-    _lasting(
+    _condition_rule(
         "reward_flat",
         CRITICAL,
-        both(below(SPREAD, 1e-6), above(SUCCESS, 0.0), below(SUCCESS, 1.0)),
+        all_of(below(SPREAD, 1e-6), above(SUCCESS, 0.0), below(SUCCESS, 1.0)),
         "All rewards have been equal since step {since} (mean {reward:.3g}), yet some rollouts succeed.",
         "Look at how the environment rewards, and at ppo.max_reward_clip and ppo.reward_scaling.",
         {},
         reward="reward/mean",
     ),
-    few_groups_teach,
-    _lasting(
+    check_group_signal,
+    _condition_rule(
         "truncation",
         WARNING,
         above("length/truncated", TRUNCATED),
@@ -666,7 +707,7 @@ RULES: tuple[Rule, ...] = (
         {"outcome": "truncated"},
         share="length/truncated",
     ),
-    _lasting(
+    _condition_rule(
         "out_of_turns",
         WARNING,
         above("length/out_of_turns", OUT_OF_TURNS),
@@ -676,18 +717,18 @@ RULES: tuple[Rule, ...] = (
         {"outcome": "unsolved"},
         share="length/out_of_turns",
     ),
-    length_changed,
-    group_fails,
-    evaluation_late,
-    evaluation_falls,
-    held_out_fails,
-    held_out_cut,
-    entropy_collapses,
-    kl_runs_away,
-    mismatch_grows,
-    gradient_spikes,
-    not_finite,
-    _lasting(
+    check_length,
+    check_groups,
+    check_evaluation_age,
+    check_held_out_trend,
+    check_held_out_success,
+    check_held_out_turns,
+    check_entropy,
+    check_kl,
+    check_mismatch,
+    check_gradient_norm,
+    check_finite_updates,
+    _condition_rule(
         "clip_fraction_high",
         WARNING,
         above("policy/clip_fraction", CLIPPED),
@@ -696,15 +737,15 @@ RULES: tuple[Rule, ...] = (
         {"clip_min": CLIPPED},
         share="policy/clip_fraction",
     ),
-    ratio_large,
-    _lasting(
+    check_ratio,
+    _condition_rule(
         "learning_rate_zero",
         CRITICAL,
         is_equal("policy/lr", 0.0),
         "The learning rate has been 0 since step {since}: the weights do not change.",
         "See actor.optimizer.lr and its schedule; a larger total_train_steps stretches the schedule.",
     ),
-    _lasting(
+    _condition_rule(
         "critic_useless",
         WARNING,
         below("critic/explained_variance", 0.0),
@@ -715,12 +756,12 @@ RULES: tuple[Rule, ...] = (
         least=RECENT,
         value="critic/explained_variance",
     ),
-    failures_rise,
-    task_fails,
-    _lasting(
+    check_failure_rate,
+    check_failing_tasks,
+    _condition_rule(
         "trainer_starved",
         WARNING,
-        both(below(TRAINING, IDLE), above(GENERATION, BUSY)),
+        all_of(below(TRAINING, IDLE), above(GENERATION, BUSY)),
         "The trainer has worked {training:.0%} of the time since step {since}, while generation works "
         "{generation:.0%}: it waits for rollouts.",
         "Give generation more: async_rl.n_generation_workers, more devices, shorter rollouts.",
@@ -728,10 +769,10 @@ RULES: tuple[Rule, ...] = (
         training=TRAINING,
         generation=GENERATION,
     ),
-    _lasting(
+    _condition_rule(
         "generation_starved",
         WARNING,
-        both(below(GENERATION, IDLE), below(TRAINING, BUSY), above("admission/capacity", 0.0)),
+        all_of(below(GENERATION, IDLE), below(TRAINING, BUSY), above("admission/capacity", 0.0)),
         "Generation has worked {generation:.0%} of the time since step {since}, although {capacity:.0f} samples might "
         "be admitted: episodes wait for their environment.",
         "Play more at once: env.pool_size, async_rl.n_rollout_workers; look how long the environment takes.",
@@ -739,7 +780,7 @@ RULES: tuple[Rule, ...] = (
         generation=GENERATION,
         capacity="admission/capacity",
     ),
-    _lasting(
+    _condition_rule(
         "buffer_full",
         INFO,
         _batch_waits,
@@ -749,8 +790,8 @@ RULES: tuple[Rule, ...] = (
         least=RECENT,
         generation=GENERATION,
     ),
-    staleness_at_bound,
-    slower,
-    many_discarded,
-    no_updates,
+    check_staleness,
+    check_throughput,
+    check_discarded_samples,
+    check_updates,
 )

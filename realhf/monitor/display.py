@@ -1,4 +1,4 @@
-"""Shows a run while it runs: a live panel on a terminal, plain lines elsewhere.
+"""Display of a running run: a live panel on a terminal, plain lines elsewhere.
 
 For an asynchronous run both show staleness, occupancy, admission and failures, also between steps.
 """
@@ -21,24 +21,31 @@ from realhf.monitor.metrics import success_by_group
 from realhf.monitor.summary import STEP_TIME, flatten_rollouts, rollout_labels, rollout_metrics, time_split
 
 _BAR = 24
-_FIGURES = {"reward/mean": "reward", "success/overall": "success", "policy/loss": "loss", "mismatch/kl": "mismatch_kl"}
+_STEP_METRICS = {
+    "reward/mean": "reward",
+    "success/overall": "success",
+    "policy/loss": "loss",
+    "mismatch/kl": "mismatch_kl",
+}
 _SPEED = "throughput/tokens_per_second"
 _ROLLOUT_COLUMNS = 6
 _STEP_LINE_S = 2.0
-"""Least time in seconds between two lines about steps where there is no live display."""
+"""Minimum seconds between two lines about steps without a live panel."""
 _BETWEEN_LINE_S = 30.0
-"""How long a display without a panel waits for a step, in seconds, before it prints how far the next one has come."""
+"""Seconds without a line after which a display without a panel prints the progress of the current step."""
 
 
 def make_display(title: str, *, live: bool, console: Console | None = None) -> Display:
-    """Make a live display if ``live`` is set and the console is a terminal, else one of plain lines."""
+    """Return a live display if ``live`` is set and the console is a terminal, else one of plain lines."""
     console = console or Console()
     return LiveDisplay(console, title) if live and console.is_terminal else Display(console)
 
 
 class Display:
-    """Shows the events of ``realhf.monitor.events`` to a person: prints one line per event that a reader of a log wants
-    to see; when steps are quick, one in a while and the last."""
+    """Display of events (``realhf.monitor.events``) as lines of text.
+
+    Of quick steps it prints one every ``_STEP_LINE_S`` seconds and the last one.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -47,7 +54,7 @@ class Display:
         self._last_line = process_clock.now()
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Print a line for the event; steps that follow each other quickly and rollouts print one in a while."""
+        """Print a line for the event, unless it is of a kind that is printed at intervals and not due."""
         if event["kind"] == "phase":
             self.say(event["text"])
         elif event["kind"] == "warning":
@@ -66,18 +73,18 @@ class Display:
             self.say(step_line(event))
 
     def say(self, text: str) -> None:
-        """Print ``text`` behind the seconds since the start."""
+        """Print ``text`` after the seconds since the start."""
         self._last_line = process_clock.now()
         stamp = f"{time.monotonic() - self._began:7.1f} s  "
-        shown = printable(text, colours=False)  # it may hold what a program of the policy wrote into a log
+        shown = printable(text, colours=False)  # may contain output of programs that the policy has written
         self._console.print(Text(stamp, style="dim").append(shown), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Restore the terminal."""
 
 
 class LiveDisplay(Display):
-    """Redraws a panel in place: progress, metrics, time split, and what runs now."""
+    """Panel that is redrawn in place: progress, metrics, time split, and current calls."""
 
     def __init__(self, console: Console, title: str) -> None:
         super().__init__(console)
@@ -91,7 +98,7 @@ class LiveDisplay(Display):
         self._live.start()
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Take an event into the panel; warnings, evaluations and other kinds become lines above it."""
+        """Update the panel by an event; warnings, evaluations and other kinds become lines above it."""
         if event["kind"] == "activity":
             self._activity = event
         elif event["kind"] == "phase":
@@ -111,21 +118,21 @@ class LiveDisplay(Display):
             super().show(event)
 
     def close(self) -> None:
-        """Stop redrawing and give the terminal back."""
+        """Stop redrawing and restore the terminal."""
         self._live.stop()
 
     def _render(self) -> Group:
         elapsed = time.monotonic() - self._began
-        head = Text.assemble((self._title, "bold"), f"   {_clock(elapsed)}")
+        head = Text.assemble((self._title, "bold"), f"   {_format_duration(elapsed)}")
         if self._step is None:
-            return Group(head, Text(self._phase, style="cyan"), *_rollout_lines(self._rollouts))
+            return Group(head, Text(self._phase, style="cyan"), *_rollout_tables(self._rollouts))
         return Group(
             head,
             self._progress(self._step),
-            self._figures(self._step["metrics"]),
-            *_rollout_lines(self._rollouts),
-            _split_lines(self._step["metrics"]),
-            self._now(),
+            self._metrics_table(self._step["metrics"]),
+            *_rollout_tables(self._rollouts),
+            _time_split_table(self._step["metrics"]),
+            self._activity_line(),
         )
 
     def _progress(self, event: Mapping[str, Any]) -> Table:
@@ -141,23 +148,23 @@ class LiveDisplay(Display):
         assert self._first_step is not None
         done = event["step"] - self._first_step[0]
         per_step = (time.monotonic() - self._first_step[1]) / done if done else event["metrics"].get(STEP_TIME, 0)
-        return _clock(per_step * (event["total"] - event["step"]))
+        return _format_duration(per_step * (event["total"] - event["step"]))
 
-    def _figures(self, metrics: Mapping[str, Any]) -> Table:
+    def _metrics_table(self, metrics: Mapping[str, Any]) -> Table:
         table = Table.grid(padding=(0, 3))
-        shown = [(label, metrics.get(name)) for name, label in _FIGURES.items()]
+        shown = [(label, metrics.get(name)) for name, label in _STEP_METRICS.items()]
         shown += [(group, value) for group, value in success_by_group(metrics).items()]
         shown += [("tokens/s", metrics.get(_SPEED))]
         table.add_row(
             *[
-                Text.assemble((f"{printable(name)} ", "dim"), (_number(value), "bold"))
+                Text.assemble((f"{printable(name)} ", "dim"), (_format_number(value), "bold"))
                 for name, value in shown
                 if value is not None
             ]
         )
         return table
 
-    def _now(self) -> Text:
+    def _activity_line(self) -> Text:
         calls = printable(", ".join(self._activity.get("calls", []))) or "-"
         buffer = f"{self._activity.get('resident', 0)}/{self._activity.get('capacity', 0)}"
         phase = f"   {self._phase}" if self._phase else ""
@@ -168,9 +175,9 @@ def step_line(event: Mapping[str, Any]) -> str:
     """Return the metrics of a step in one line."""
     metrics = event["metrics"]
     parts = [f"step {event['step']}/{event['total']}"]
-    for name, label in _FIGURES.items():
+    for name, label in _STEP_METRICS.items():
         if (value := metrics.get(name)) is not None:
-            parts.append(f"{label} {_number(value)}")
+            parts.append(f"{label} {_format_number(value)}")
     groups = success_by_group(metrics)
     if groups:
         parts.append("(" + ", ".join(f"{group} {value:.0%}" for group, value in groups.items()) + ")")
@@ -186,12 +193,12 @@ def step_line(event: Mapping[str, Any]) -> str:
 
 
 def rollouts_line(event: Mapping[str, Any]) -> str:
-    """Return in one line what the rollouts do between two steps."""
+    """Return the metrics of the rollouts between two steps in one line."""
     return "  ".join(["rollouts:", *[f"{label} {text}" for label, text in rollout_labels(flatten_rollouts(event))]])
 
 
 def progress_line(event: Mapping[str, Any]) -> str:
-    """Return in one line how far a call that plays episodes has come."""
+    """Return the progress of a call that plays episodes in one line."""
     return f"{event['call']}: {event['over']} of {event['wanted']} episodes"
 
 
@@ -209,8 +216,8 @@ def evaluation_line(event: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def _rollout_lines(metrics: Mapping[str, Any]) -> list[Table]:
-    """Lay out the metrics of the rollouts, a few to a line."""
+def _rollout_tables(metrics: Mapping[str, Any]) -> list[Table]:
+    """Lay out the metrics of the rollouts in lines of ``_ROLLOUT_COLUMNS``."""
     shown = rollout_labels(metrics)
     tables = []
     for start in range(0, len(shown), _ROLLOUT_COLUMNS):
@@ -225,7 +232,7 @@ def _rollout_lines(metrics: Mapping[str, Any]) -> list[Table]:
     return tables
 
 
-def _split_lines(metrics: Mapping[str, Any]) -> Table:
+def _time_split_table(metrics: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 1))
     split = {name: seconds for name, seconds in time_split(metrics).items() if seconds > 0.005}
     whole = sum(split.values()) or 1.0
@@ -235,12 +242,12 @@ def _split_lines(metrics: Mapping[str, Any]) -> Table:
     return table
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"
 
 
-def _clock(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""Carries what the master reports to the launcher while it works: one JSON map per line on its standard output.
+"""Events of the master for the launcher: one JSON map per line on the master's standard output.
 
 Kinds: ``endpoint`` {address, run_id}, ``phase`` {text}, ``activity`` {calls, resident, capacity}, ``step`` {step,
 total, metrics}, ``evaluation`` {when, report}, ``progress`` {call, over, wanted} of a call that plays episodes,
@@ -16,14 +16,14 @@ from typing import Any, TextIO
 
 
 class EventStream:
-    """Writes events to a stream. Raises BrokenPipeError when the reader has gone away."""
+    """Writer of events to a stream. Raises BrokenPipeError if the reader has ended."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     @staticmethod
     def on_stdout() -> EventStream:
-        """Take standard output for events; what other code prints goes to standard error from now on."""
+        """Reserve standard output for events; redirect other output to standard error from now on."""
         stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
         sys.stdout.flush()
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -36,7 +36,7 @@ class EventStream:
 
 
 def parse_event(line: str) -> dict[str, Any] | None:
-    """Return the event of a line, or None when the line is something else."""
+    """Return the event of a line; None if the line is not an event."""
     try:
         event = json.loads(line)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Names every metric of a step and gives the numbers of a run these names; run as a program, it prints
-``docs/metrics.md``.
+"""Catalogue of the metrics of a step, and their public names.
 
-One scheme serves synchronous and asynchronous runs. ``docs/metrics.md`` is made from these tables.
+One scheme serves synchronous and asynchronous runs. ``docs/metrics.md`` is generated from these tables:
+``python -m realhf.monitor.metrics`` prints it.
 """
 
 from __future__ import annotations
@@ -13,41 +13,44 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-POLICY_CALL, ROLLOUT_CALL, CRITIC_CALL = "actor_train", "actor_gen", "critic_train"
+POLICY_CALL = "actor_train"
+ROLLOUT_CALL = "actor_gen"
+CRITIC_CALL = "critic_train"
 OVERALL = "overall"
-"""The group that stands for all groups, as in the reports of evaluations."""
+"""Name for all groups together, as in the reports of evaluations."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """Describes one name. ``<..>`` in it stands for what differs: a group, a kind, a call. ``sources`` are the names
-    under which a call or the master's parts report the number; no source: it is reported under its public name."""
+    """One metric."""
 
     name: str
+    """Public name. ``<..>`` is a placeholder for a group, a kind, a call and so on."""
     unit: str
     meaning: str
     sources: tuple[str, ...] = ()
+    """Names under which calls or parts of the master report the number; () if only under the public name."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """Holds the metrics of one subject, with the sentence that introduces them."""
+    """Metrics of one subject, a section of the page."""
 
     title: str
-    says: str
+    introduction: str
     metrics: tuple[Metric, ...]
 
 
-def _rollouts(name: str, unit: str, meaning: str, own: str) -> Metric:
-    """A figure of the rollouts, from the call that plays them or from the samples of an asynchronous step."""
+def _rollout_metric(name: str, unit: str, meaning: str, own: str) -> Metric:
+    """Return a metric of the rollouts, reported by the call that plays them or for an asynchronous step's samples."""
     return Metric(name, unit, meaning, (f"{ROLLOUT_CALL}/{own}", f"rollout/{own}"))
 
 
-def _policy(name: str, unit: str, meaning: str, own: str = "") -> Metric:
+def _policy_metric(name: str, unit: str, meaning: str, own: str = "") -> Metric:
     return Metric(name, unit, meaning, (f"{POLICY_CALL}/{own or name.partition('/')[2]}",))
 
 
-def _critic(name: str, unit: str, meaning: str, own: str = "") -> Metric:
+def _critic_metric(name: str, unit: str, meaning: str, own: str = "") -> Metric:
     return Metric(name, unit, meaning, (f"{CRITIC_CALL}/{own or name.partition('/')[2]}",))
 
 
@@ -55,70 +58,74 @@ REWARDS = Section(
     "Reward and success",
     "Means over the valid rollouts played for the step; a failed rollout has no reward and enters none of them.",
     (
-        _rollouts(
+        _rollout_metric(
             "reward/mean",
             "reward",
             "mean reward of a rollout as the environment gave it; of a run without rollouts of its own "
             "(`grpo_stream_http`) the same as `reward/trained_mean`",
             "reward",
         ),
-        _policy("reward/std", "reward", "standard deviation of the rewards that were trained on", "reward_std"),
-        _policy(
+        _policy_metric("reward/std", "reward", "standard deviation of the rewards that were trained on", "reward_std"),
+        _policy_metric(
             "reward/trained_mean",
             "reward",
             "mean reward of a rollout that was trained on: scaled, shifted, clipped",
             "reward_mean",
         ),
-        _rollouts("reward/part/<name>", "reward", "mean of a named part of the reward", "reward/<name>"),
-        _rollouts(f"success/{OVERALL}", "fraction", "rollouts that reached the goal", "success"),
-        _rollouts("success/<group>", "fraction", "the same for one group of tasks", "success/<group>"),
-        _rollouts("environment/<name>", "its own", "mean of a metric that the environment reports", "metric/<name>"),
-        _policy(
+        _rollout_metric("reward/part/<name>", "reward", "mean of a named part of the reward", "reward/<name>"),
+        _rollout_metric(f"success/{OVERALL}", "fraction", "rollouts that reached the goal", "success"),
+        _rollout_metric("success/<group>", "fraction", "the same for one group of tasks", "success/<group>"),
+        _rollout_metric(
+            "environment/<name>", "its own", "mean of a metric that the environment reports", "metric/<name>"
+        ),
+        _policy_metric(
             "groups/with_signal",
             "count",
             "groups with an advantage other than 0: the others teach nothing",
             "groups_with_signal",
         ),
-        _policy(
+        _policy_metric(
             "groups/shared_states",
             "fraction",
             "turns that began in a state in which another turn of their group did, with `ppo.credit=state` only: the "
             "others have no step-level advantage",
             "shared_states",
         ),
-        _policy("groups/total", "count", "groups that the step trained on", "n_groups"),
-        _rollouts(
+        _policy_metric("groups/total", "count", "groups that the step trained on", "n_groups"),
+        _rollout_metric(
             "groups/dropped",
             "count",
             "with `ppo.dynamic_sampling`: groups with all rewards equal that gave way to others, each of which was "
             "played in addition; they are in all means of this section but `reward/trained_mean` and `reward/std`",
             "n_dropped_groups",
         ),
-        _rollouts(
+        _rollout_metric(
             "groups/flat",
             "count",
             "with `ppo.dynamic_sampling`: such groups that were trained on, because its bound was reached",
             "n_groups_without_signal",
         ),
-        _rollouts("groups/extra_rounds", "count", "rounds of play that they cost (synchronous)", "n_resample_rounds"),
-        _rollouts("groups/extra_s", "seconds", "time of these rounds", "resample_seconds"),
+        _rollout_metric(
+            "groups/extra_rounds", "count", "rounds of play that they cost (synchronous)", "n_resample_rounds"
+        ),
+        _rollout_metric("groups/extra_s", "seconds", "time of these rounds", "resample_seconds"),
     ),
 )
 LENGTHS = Section(
     "Length",
     "Tokens that the policy sampled in one trained rollout; observations do not count.",
     (
-        _policy("length/mean", "tokens", "mean", "response_tokens_mean"),
-        _policy("length/max", "tokens", "longest", "response_tokens_max"),
-        _policy(
+        _policy_metric("length/mean", "tokens", "mean", "response_tokens_mean"),
+        _policy_metric("length/max", "tokens", "longest", "response_tokens_max"),
+        _policy_metric(
             "length/overlong",
             "fraction",
             "rollouts whose reward `ppo.overlong_buffer` made smaller for their length",
             "overlong_fraction",
         ),
-        _policy("length/truncated", "fraction", "rollouts that a token limit ended", "too_long_fraction"),
-        _rollouts("length/turns", "turns", "mean number of turns of a rollout", "turns"),
-        _rollouts(
+        _policy_metric("length/truncated", "fraction", "rollouts that a token limit ended", "too_long_fraction"),
+        _rollout_metric("length/turns", "turns", "mean number of turns of a rollout", "turns"),
+        _rollout_metric(
             "length/out_of_turns",
             "fraction",
             "rollouts that `rollout.max_turns` ended before they succeeded, where their task would have allowed "
@@ -131,8 +138,8 @@ ROLLOUTS = Section(
     "Rollouts and failures",
     "Counts of the step's samples alone, in both kinds of runs.",
     (
-        _rollouts("rollouts/played", "count", "rollouts of the step's samples, failed ones included", "rollouts"),
-        _rollouts(
+        _rollout_metric("rollouts/played", "count", "rollouts of the step's samples, failed ones included", "rollouts"),
+        _rollout_metric(
             "rollouts/failed", "count", "those without a result: they are trained on by nobody", "failed_rollouts"
         ),
         Metric(
@@ -154,59 +161,65 @@ POLICY = Section(
     "Policy",
     f"What `{POLICY_CALL}`, or the only train call of an experiment of one's own, returns. Means over trained tokens.",
     (
-        _policy("policy/loss", "", "loss, averaged over the updates of the step"),
-        _policy("policy/loss_<component>", "", "what a component (`ce`) adds to that", "loss_<component>"),
-        _policy("policy/nll", "nats", "negative log-likelihood of a token (supervised)"),
-        _policy(
+        _policy_metric("policy/loss", "", "loss, averaged over the updates of the step"),
+        _policy_metric("policy/loss_<component>", "", "what a component (`ce`) adds to that", "loss_<component>"),
+        _policy_metric("policy/nll", "nats", "negative log-likelihood of a token (supervised)"),
+        _policy_metric(
             "policy/entropy",
             "nats",
             "entropy of a token's distribution, **estimated**: the mean of -log p of the sampled tokens under the "
             "policy that sampled them, over all valid sequences",
             "entropy_estimate",
         ),
-        _policy(
+        _policy_metric(
             "policy/entropy_exact",
             "nats",
             "entropy over the whole vocabulary under the weights that train, with `ppo.entropy_coef` only",
             "entropy",
         ),
-        _policy("policy/kl_ref", "nats", "KL divergence from the reference (k3 estimate), with a reference only"),
-        _policy(
+        _policy_metric(
+            "policy/kl_ref", "nats", "KL divergence from the reference (k3 estimate), with a reference only"
+        ),
+        _policy_metric(
             "policy/kl_ref_clamped_fraction", "fraction", "tokens that lie further off and enter that mean with 10 nats"
         ),
-        _policy(
+        _policy_metric(
             "policy/kl_teacher",
             "nats",
             "KL divergence of the policy that sampled from the teacher (with `ppo.feedback` itself, told what became "
             "of its rollouts), a token (k3 estimate), with `ppo.distill_weight` only",
         ),
-        _policy("policy/kl_sequence", "nats", "KL term of the reward, a rollout, with `ppo.kl_ctl`", "kl_of_sequence"),
-        _policy("policy/kl_coefficient", "", "weight of the KL term in the reward at this step", "kl_ctl"),
-        _policy("policy/ratio_mean", "", "mean ratio of new to old probability"),
-        _policy("policy/ratio_max", "", "largest ratio"),
-        _policy("policy/clip_fraction", "fraction", "tokens whose ratio the clip decided"),
-        _policy("policy/dual_clip_fraction", "fraction", "tokens that the dual clip decided"),
-        _policy("policy/clamped_exponents", "count", "tokens whose log-ratio was beyond +-20 and was cut"),
-        _policy(
+        _policy_metric(
+            "policy/kl_sequence", "nats", "KL term of the reward, a rollout, with `ppo.kl_ctl`", "kl_of_sequence"
+        ),
+        _policy_metric("policy/kl_coefficient", "", "weight of the KL term in the reward at this step", "kl_ctl"),
+        _policy_metric("policy/ratio_mean", "", "mean ratio of new to old probability"),
+        _policy_metric("policy/ratio_max", "", "largest ratio"),
+        _policy_metric("policy/clip_fraction", "fraction", "tokens whose ratio the clip decided"),
+        _policy_metric("policy/dual_clip_fraction", "fraction", "tokens that the dual clip decided"),
+        _policy_metric("policy/clamped_exponents", "count", "tokens whose log-ratio was beyond +-20 and was cut"),
+        _policy_metric(
             "policy/behaviour_weight_mean",
             "",
             "mean weight that corrects for the behaviour policy, as used",
             "behav_weight_mean",
         ),
-        _policy("policy/behaviour_weight_max", "", "largest such weight before any bound", "behav_weight_max"),
-        _policy("policy/rejected_fraction", "fraction", "tokens left out because that weight was beyond a bound"),
-        _policy("policy/rejected_sequences", "fraction", "sequences that bounds left out whole"),
-        _policy("policy/truncated_fraction", "fraction", "tokens whose weight was cut to its bound"),
-        _policy(
+        _policy_metric("policy/behaviour_weight_max", "", "largest such weight before any bound", "behav_weight_max"),
+        _policy_metric(
+            "policy/rejected_fraction", "fraction", "tokens left out because that weight was beyond a bound"
+        ),
+        _policy_metric("policy/rejected_sequences", "fraction", "sequences that bounds left out whole"),
+        _policy_metric("policy/truncated_fraction", "fraction", "tokens whose weight was cut to its bound"),
+        _policy_metric(
             "policy/effective_sample_size",
             "fraction",
             "of the weights as used, over tokens, or sequences where `ppo.behav_imp_weight_level` is theirs: "
             "(sum w)^2 / (n sum w^2)",
         ),
-        _policy("policy/grad_norm", "", "norm of the gradient before clipping, averaged over the updates"),
-        _policy("policy/lr", "", "learning rate"),
-        _policy("policy/updates", "count", "optimizer steps that were made", "n_updates"),
-        _policy("policy/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
+        _policy_metric("policy/grad_norm", "", "norm of the gradient before clipping, averaged over the updates"),
+        _policy_metric("policy/lr", "", "learning rate"),
+        _policy_metric("policy/updates", "count", "optimizer steps that were made", "n_updates"),
+        _policy_metric("policy/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
     ),
 )
 PREFERENCE = Section(
@@ -214,24 +227,24 @@ PREFERENCE = Section(
     "Of `experiment=dpo` and `experiment=reward_model`, before the update of the step; every group counts as much as "
     "every other one. Held-out groups train nothing (`preference.held_out`). A draw counts half.",
     (
-        _policy(
+        _policy_metric(
             "preference/accuracy", "fraction", "training pairs whose better episode scores higher", "pair_accuracy"
         ),
-        _policy(
+        _policy_metric(
             "preference/margin",
             "reward",
             "by how much it does; of a policy the score is beta times log pi - log reference",
             "pair_margin",
         ),
-        _policy("preference/pairs", "count", "training pairs", "n_pairs"),
-        _policy(
+        _policy_metric("preference/pairs", "count", "training pairs", "n_pairs"),
+        _policy_metric(
             "preference/held_out_accuracy",
             "fraction",
             "held-out pairs whose better episode scores higher",
             "held_out_pair_accuracy",
         ),
-        _policy("preference/held_out_margin", "reward", "by how much it does", "held_out_pair_margin"),
-        _policy("preference/held_out_pairs", "count", "held-out pairs", "held_out_n_pairs"),
+        _policy_metric("preference/held_out_margin", "reward", "by how much it does", "held_out_pair_margin"),
+        _policy_metric("preference/held_out_pairs", "count", "held-out pairs", "held_out_n_pairs"),
         Metric("reward_inf/model_reward_mean", "reward", "mean of the reward model's part, before its weight"),
         Metric("reward_inf/pair_accuracy", "fraction", "pairs of a group that it orders as the verifier does"),
         Metric("reward_inf/pair_margin", "reward", "by how much the better one of these scores higher"),
@@ -243,11 +256,13 @@ OFF_POLICY = Section(
     "The mismatch compares the log-probabilities of the engine that sampled with those of the trainer before its first "
     "update. Of fresh samples it is the error of the engine; of older ones the policy has moved as well.",
     (
-        _policy("mismatch/kl", "nats", "KL divergence of engine and trainer (k3 estimate)", "mismatch_kl"),
-        _policy("mismatch/abs_mean", "nats", "mean absolute difference of a token's log-probability", "mismatch_abs"),
-        _policy("mismatch/abs_p50", "nats", "its median", "mismatch/abs_p50"),
-        _policy("mismatch/abs_p99", "nats", "its 99th percentile", "mismatch/abs_p99"),
-        _policy("mismatch/abs_max", "nats", "its maximum", "mismatch/abs_max"),
+        _policy_metric("mismatch/kl", "nats", "KL divergence of engine and trainer (k3 estimate)", "mismatch_kl"),
+        _policy_metric(
+            "mismatch/abs_mean", "nats", "mean absolute difference of a token's log-probability", "mismatch_abs"
+        ),
+        _policy_metric("mismatch/abs_p50", "nats", "its median", "mismatch/abs_p50"),
+        _policy_metric("mismatch/abs_p99", "nats", "its 99th percentile", "mismatch/abs_p99"),
+        _policy_metric("mismatch/abs_max", "nats", "its maximum", "mismatch/abs_max"),
         Metric(
             "staleness/mean",
             "versions",
@@ -263,36 +278,38 @@ BATCH = Section(
     "Batch",
     "What the train step was made of.",
     (
-        _policy("batch/rollouts", "count", "rollouts", "n_rollouts"),
-        _policy("batch/sequences", "count", "sequences: rows of rollouts, mostly one of each", "n_sequences"),
-        _policy("batch/invalid", "count", "sequences of failed rollouts: masked", "n_invalid"),
-        _policy("batch/trainable", "count", "sequences with at least one trainable token", "n_trainable"),
-        _policy("batch/trainable_rollouts", "count", "rollouts with such a sequence", "n_trainable_rollouts"),
-        _policy("batch/tokens", "tokens", "trainable tokens", "n_tokens"),
-        _policy("batch/trained_tokens", "tokens", "tokens of all updates together", "n_trained_tokens"),
-        _policy("batch/positions_per_token", "", "positions computed for each trainable token", "positions_per_token"),
+        _policy_metric("batch/rollouts", "count", "rollouts", "n_rollouts"),
+        _policy_metric("batch/sequences", "count", "sequences: rows of rollouts, mostly one of each", "n_sequences"),
+        _policy_metric("batch/invalid", "count", "sequences of failed rollouts: masked", "n_invalid"),
+        _policy_metric("batch/trainable", "count", "sequences with at least one trainable token", "n_trainable"),
+        _policy_metric("batch/trainable_rollouts", "count", "rollouts with such a sequence", "n_trainable_rollouts"),
+        _policy_metric("batch/tokens", "tokens", "trainable tokens", "n_tokens"),
+        _policy_metric("batch/trained_tokens", "tokens", "tokens of all updates together", "n_trained_tokens"),
+        _policy_metric(
+            "batch/positions_per_token", "", "positions computed for each trainable token", "positions_per_token"
+        ),
     ),
 )
 CRITIC = Section(
     "Critic",
     f"What `{CRITIC_CALL}` returns, in units of rewards unless it says otherwise.",
     (
-        _critic("critic/loss", "", "half the mean squared error in the critic's own units"),
-        _critic(
+        _critic_metric("critic/loss", "", "half the mean squared error in the critic's own units"),
+        _critic_metric(
             "critic/explained_variance", "", "1 - Var(return - value) / Var(return); 1 is perfect, below 0 useless"
         ),
-        _critic("critic/value_mean", "reward", "mean value"),
-        _critic("critic/value_error", "reward", "root of the mean squared error of the values"),
-        _critic("critic/return_mean", "reward", "mean return"),
-        _critic("critic/return_std", "reward", "standard deviation of the returns"),
-        _critic("critic/return_running_mean", "reward", "mean that values are normalised with"),
-        _critic("critic/return_running_std", "reward", "standard deviation that values are normalised with"),
-        _critic("critic/clip_fraction", "fraction", "values whose loss the clip decided", "value_clip_fraction"),
-        _critic("critic/grad_norm", "", "norm of the gradient before clipping"),
-        _critic("critic/lr", "", "learning rate"),
-        _critic("critic/values", "count", "tokens with a value", "n_values"),
-        _critic("critic/updates", "count", "optimizer steps that were made", "n_updates"),
-        _critic("critic/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
+        _critic_metric("critic/value_mean", "reward", "mean value"),
+        _critic_metric("critic/value_error", "reward", "root of the mean squared error of the values"),
+        _critic_metric("critic/return_mean", "reward", "mean return"),
+        _critic_metric("critic/return_std", "reward", "standard deviation of the returns"),
+        _critic_metric("critic/return_running_mean", "reward", "mean that values are normalised with"),
+        _critic_metric("critic/return_running_std", "reward", "standard deviation that values are normalised with"),
+        _critic_metric("critic/clip_fraction", "fraction", "values whose loss the clip decided", "value_clip_fraction"),
+        _critic_metric("critic/grad_norm", "", "norm of the gradient before clipping"),
+        _critic_metric("critic/lr", "", "learning rate"),
+        _critic_metric("critic/values", "count", "tokens with a value", "n_values"),
+        _critic_metric("critic/updates", "count", "optimizer steps that were made", "n_updates"),
+        _critic_metric("critic/skipped", "count", "optimizer steps left out: loss or gradient was not finite"),
     ),
 )
 TIME = Section(
@@ -419,20 +436,21 @@ SECTIONS = (
 )
 
 
-_PLACE = re.compile(r"<(\w+)>")
+_PLACEHOLDER = re.compile(r"<(\w+)>")
 _ONE_PART = ("call", "split", "way", "part", "lag", "component")
-"""Placeholders that stand for a word without a slash; a group, a kind or a name may hold slashes."""
-REWARD, TRAINED_REWARD = "reward/mean", "reward/trained_mean"
+"""Placeholders for a word without a slash; a group, a kind or a name may contain slashes."""
+REWARD = "reward/mean"
+TRAINED_REWARD = "reward/trained_mean"
 
 
 def public_names(
     row: Mapping[str, Any], *, policy_call: str = POLICY_CALL, rollout_call: str = ROLLOUT_CALL
 ) -> dict[str, Any]:
-    """Return the row with the names of ``realhf.monitor.metrics``, in the same order.
+    """Return the row with public names, in the same order.
 
-    ``policy_call`` and ``rollout_call`` are the calls whose statistics are those of the policy and of the rollouts.
-    What has no public name keeps the one it has; so a row that was renamed before stays as it is. Where two numbers
-    would get one name, the first counts.
+    policy_call, rollout_call: calls whose statistics are those of the policy and of the rollouts. Numbers
+    without a public name keep their names, so a row with public names does not change. If two numbers
+    have the same public name, the first is used.
     """
     aliases = {policy_call: POLICY_CALL, rollout_call: ROLLOUT_CALL}
     named: dict[str, Any] = {}
@@ -447,32 +465,34 @@ def public_names(
     return named
 
 
-def calls_of(train_calls: Sequence[str], generate_calls: Sequence[str]) -> dict[str, str]:
-    """Choose the arguments ``policy_call`` and ``rollout_call`` of ``public_names`` from the calls of a graph: the one
-    with the name of the built-in experiments, or else the only one of its kind beside the critic's."""
+def choose_calls(train_calls: Sequence[str], generate_calls: Sequence[str]) -> dict[str, str]:
+    """Return the arguments ``policy_call`` and ``rollout_call`` of ``public_names`` for the calls of a graph.
+
+    Each is the only call of its kind apart from the critic's, or else the one of the built-in experiments.
+    """
     return {
-        "policy_call": _only([name for name in train_calls if name != CRITIC_CALL], POLICY_CALL),
-        "rollout_call": _only(generate_calls, ROLLOUT_CALL),
+        "policy_call": _choose_call([name for name in train_calls if name != CRITIC_CALL], POLICY_CALL),
+        "rollout_call": _choose_call(generate_calls, ROLLOUT_CALL),
     }
 
 
-def _only(calls: Sequence[str], usual: str) -> str:
+def _choose_call(calls: Sequence[str], usual: str) -> str:
     return calls[0] if len(calls) == 1 else usual
 
 
 def public_name(name: str) -> str | None:
-    """Return the public name of a number that a part of the run calls ``name``; None if it has none of its own."""
-    exact, patterns = _sources()
+    """Return the public name of a number that is reported as ``name``; None if it has no other name."""
+    exact, patterns = _index_sources()
     if name in exact:
         return exact[name]
     for pattern, public in patterns:
         if found := pattern.fullmatch(name):
-            return _PLACE.sub(lambda place: found[place[1]], public)
+            return _PLACEHOLDER.sub(lambda place: found[place[1]], public)
     return None
 
 
 def evaluation_metrics(report: Mapping[str, Mapping[str, Mapping[str, Any]]], split: str) -> dict[str, float]:
-    """Return the numbers of an evaluation report (``realhf.api.evaluation.Report``) under their public names."""
+    """Return the numbers of an evaluation report (``realhf.api.evaluation.Report``) by public name."""
     names = {"success": "success", "low": "success_low", "high": "success_high"}
     names |= {name: name for name in ("reward", "turns", "out_of_turns", "failed")}
     return {
@@ -485,14 +505,14 @@ def evaluation_metrics(report: Mapping[str, Mapping[str, Mapping[str, Any]]], sp
 
 
 def success_by_group(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return {group: success} of the rollouts of a step, without that of all groups together."""
+    """Return {group: success} of a step's rollouts, without the entry of all groups together."""
     start = "success/"
-    found = {name.removeprefix(start): value for name, value in row.items() if name.startswith(start)}
-    return {group: value for group, value in found.items() if group != OVERALL}
+    success = {name.removeprefix(start): value for name, value in row.items() if name.startswith(start)}
+    return {group: value for group, value in success.items() if group != OVERALL}
 
 
-def _pattern(name: str) -> re.Pattern[str]:
-    words, parts = _PLACE.split(name)[1::2], _PLACE.split(name)[::2]
+def _compile_pattern(name: str) -> re.Pattern[str]:
+    words, parts = _PLACEHOLDER.split(name)[1::2], _PLACEHOLDER.split(name)[::2]
     inner = [f"(?P<{word}>{'[^/]+' if word in _ONE_PART else '.+'})" for word in words]
     return re.compile(
         "".join(re.escape(part) + (inner[at] if at < len(inner) else "") for at, part in enumerate(parts))
@@ -500,10 +520,10 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 @cache
-def _sources() -> tuple[dict[str, str], list[tuple[re.Pattern[str], str]]]:
+def _index_sources() -> tuple[dict[str, str], list[tuple[re.Pattern[str], str]]]:
     pairs = [(source, metric.name) for section in SECTIONS for metric in section.metrics for source in metric.sources]
     exact = {source: name for source, name in pairs if "<" not in source}
-    return exact, [(_pattern(source), name) for source, name in pairs if "<" in source]
+    return exact, [(_compile_pattern(source), name) for source, name in pairs if "<" in source]
 
 
 _HEAD = """# Metrics
@@ -519,14 +539,22 @@ and 1. `python -m realhf.monitor.metrics` prints this page; how to add a metric 
 """
 
 
-def page() -> str:
-    """Return the page as Markdown."""
+def render_page() -> str:
+    """Return ``docs/metrics.md`` as Markdown."""
     parts = [_HEAD]
     for section in SECTIONS:
         rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics]
-        parts += [f"## {section.title}", section.says, "", "| name | unit | meaning |", "|---|---|---|", *rows, ""]
+        parts += [
+            f"## {section.title}",
+            section.introduction,
+            "",
+            "| name | unit | meaning |",
+            "|---|---|---|",
+            *rows,
+            "",
+        ]
     return "\n".join(parts)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    sys.stdout.write(render_page())

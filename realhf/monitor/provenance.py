@@ -1,4 +1,4 @@
-"""Records what produced a run: options, commit, package versions, Python, command line, launch by launch."""
+"""Provenance of a run: options, commit, package versions, Python and command line of each launch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from realhf.base.installation import PACKAGE, git_state
 
 CONFIG_FILE = "config.yaml"
 PROVENANCE_FILE = "provenance.json"
-MOST_SHOWN = 8
-"""So many changed options are named; another environment or model changes dozens."""
+MAX_SHOWN = 8
+"""Maximum number of changed options that are named; another environment or model changes dozens."""
 EFFECTIVE = "effective_options"
-"""The options that do something in the run's experiment."""
+"""Key of the options that have an effect in the run's experiment."""
 
 LAUNCH = ("python", "-m", "realhf.launch")
-"""What stands before the arguments of a run; whoever shows the whole line quotes it as a shell reads it."""
+"""Command before the arguments of a run, without quoting for a shell."""
 PACKAGES = (
     "torch",
     "transformers",
@@ -40,13 +40,13 @@ PACKAGES = (
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str | None]:
-    """Return the installed versions; None for a package that is not installed. Imports none of them."""
+    """Return the versions of packages, None for a missing one, without importing them."""
     return {name: _installed_version(name) for name in names}
 
 
 @cache
 def _installed_version(package: str) -> str | None:
-    """A process keeps what it found: it takes milliseconds, and what is imported does not change any more."""
+    """Return the version of a package; cached, since a look-up takes milliseconds."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -54,7 +54,7 @@ def _installed_version(package: str) -> str | None:
 
 
 def origin(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return what a launch with these arguments runs with, beside its options."""
+    """Return the provenance of a launch with these arguments, without its options."""
     return {
         "git": git_state(PACKAGE),
         "packages": package_versions(),
@@ -68,10 +68,12 @@ def origin(arguments: Sequence[str]) -> dict[str, Any]:
 def record_launch(
     run_dir: Path, launch: Launch, completed_steps: int, warn: Callable[[str], None] = lambda text: None
 ) -> bool:
-    """Write ``config.yaml`` and ``provenance.json`` of a run that was accepted and goes on after ``completed_steps``.
-    ``launches`` keeps the history: of each launch its time, the steps that were complete, its command line, commit, and
-    the options that it changed. The same launch is recorded once, however often the run begins again by itself.
-    Returns whether it was recorded now. ``warn`` hears of a history that is damaged and put aside. Raises OSError."""
+    """Write ``config.yaml`` and ``provenance.json`` of a launch that continues after ``completed_steps``.
+
+    Key ``launches`` has the history: the time of each launch, its completed steps, command line, commit, and changed
+    options. A launch is recorded once, however often the run restarts by itself. Returns whether it was
+    recorded now. warn: called with a message if a damaged history is replaced. Raises OSError.
+    """
     if not launch.at:
         return False
     entry = {
@@ -85,16 +87,18 @@ def record_launch(
     if launch.at in [known["at"] for known in earlier]:
         return False
     if not earlier:
-        _keep_damaged(run_dir / PROVENANCE_FILE, completed_steps, warn)
+        _warn_of_lost_history(run_dir / PROVENANCE_FILE, completed_steps, warn)
     write_whole(run_dir / CONFIG_FILE, launch.config)
     content = {**launch.origin, "launches": [*earlier, entry]}
     write_whole(run_dir / PROVENANCE_FILE, json.dumps(content, indent=1) + "\n")
     return True
 
 
-def _keep_damaged(path: Path, completed_steps: int, warn: Callable[[str], None]) -> None:
-    """Put a history aside that has no launch, or say that there is none where a run has made steps. Raises OSError
-    where it cannot be read now."""
+def _warn_of_lost_history(path: Path, completed_steps: int, warn: Callable[[str], None]) -> None:
+    """Rename a file that contains no launch, and warn; warn of a missing file if the run has completed steps.
+
+    Raises OSError if the file cannot be read at the moment.
+    """
     kept = kept_aside(path)
     if kept is not None:
         warn(f"{path} cannot be understood and is kept as {kept.name}: the launches of before are not in the new one")
@@ -102,29 +106,29 @@ def _keep_damaged(path: Path, completed_steps: int, warn: Callable[[str], None])
         warn(f"{path} is gone: the launches of before are not in the new one")
 
 
-def listed_changes(changed: Mapping[str, Sequence[Any]]) -> str:
-    """Return options that have another value than before, {name: (before, now)}, as a line for a person."""
-    shown = [shown_change(name, *values) for name, values in changed.items()]
-    more = len(shown) - MOST_SHOWN
-    return ", ".join(shown[:MOST_SHOWN]) + (f", and {more} more" if more > 0 else "")
+def describe_changes(changed: Mapping[str, Sequence[Any]]) -> str:
+    """Describe changed options, {name: (before, now)}, in a line."""
+    texts = [describe_change(name, *values) for name, values in changed.items()]
+    more = len(texts) - MAX_SHOWN
+    return ", ".join(texts[:MAX_SHOWN]) + (f", and {more} more" if more > 0 else "")
 
 
-def shown_change(name: str, before: Any, now: Any) -> str:
-    """Return an option with both values, as the command line takes them."""
-    return f"{name}={_shown(before)} -> {_shown(now)}"
+def describe_change(name: str, before: Any, now: Any) -> str:
+    """Describe the change of an option, with both values as on the command line."""
+    return f"{name}={_format_value(before)} -> {_format_value(now)}"
 
 
-def _shown(value: Any) -> str:
-    """A value as the command line takes it."""
+def _format_value(value: Any) -> str:
+    """Format a value as on the command line."""
     if isinstance(value, list):
-        return f"[{','.join(map(_shown, value))}]"
+        return f"[{','.join(map(_format_value, value))}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_shown(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_format_value(item)}" for key, item in value.items()) + "}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 def launches(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the launches of a run that were recorded, oldest first; [] where that cannot be read."""
+    """Return the recorded launches of a run, oldest first; [] if the file cannot be read."""
     try:
         return [dict(entry) for entry in read_provenance(run_dir)["launches"] if entry["at"]]
     except (ValueError, KeyError, TypeError):
@@ -132,14 +136,16 @@ def launches(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def effective_options(provenance: Any) -> frozenset[str] | None:
-    """Return the options that do something in a run, by the content of its ``provenance.json``; None where that does
-    not say so, as in runs of earlier versions."""
-    found = provenance.get(EFFECTIVE) if isinstance(provenance, dict) else None
-    return frozenset(map(str, found)) if isinstance(found, list) and found else None
+    """Return the options that have an effect in a run, from the content of its ``provenance.json``.
+
+    None if they are not recorded, as in runs of earlier versions.
+    """
+    options = provenance.get(EFFECTIVE) if isinstance(provenance, dict) else None
+    return frozenset(map(str, options)) if isinstance(options, list) and options else None
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the options in ``config.yaml``, nested as they stand there; {} where it cannot be read."""
+    """Return the nested options in ``config.yaml``; {} if it cannot be read."""
     import yaml
 
     try:
@@ -150,7 +156,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def read_provenance(run_dir: Path) -> Any:
-    """Return the content of ``provenance.json``; None where it cannot be read."""
+    """Return the content of ``provenance.json``; None if it cannot be read."""
     try:
         return json.loads((run_dir / PROVENANCE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""Writes and reads files of a run folder: evaluations, episodes, graph, ends and hosts of processes.
+"""Files of a run folder: evaluations, episodes, graph, and the ends and hosts of processes.
 
-A resumed run learns from ``evaluations.json`` where it began. ``deaths.jsonl`` has a line for each end of a process;
-``placements.jsonl`` one for each start of a process on a host, and for each host that was lost, which only schedulers
-write that know several hosts. Times are those of the launcher's clock.
+A resumed run reads its evaluations from ``evaluations.json``. ``deaths.jsonl`` has a line for each end of a
+process. ``placements.jsonl`` has one for each start of a process on a host and for each lost host; only
+schedulers for several hosts write it. Times are by the launcher's clock.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """Keeps evaluation reports by the number of steps that were complete when they were made."""
+    """Evaluation reports of a run, by the number of completed steps."""
 
     def __init__(self, run_dir: Path, warn: Callable[[str], None] = _log.warning) -> None:
-        """Read what is there; ``warn`` is told of a file that cannot be understood, which is put aside. Raises
-        OSError."""
+        """Read the file of a run, if it exists.
+
+        A file that cannot be parsed is renamed after a call of ``warn``. Raises OSError.
+        """
         self._path = run_dir / EVALUATIONS_FILE
         self._reports: dict[int, dict[str, Any]] = {}
         try:
-            self._reports = _reports(self._path)
+            self._reports = _read_reports(self._path)
         except ValueError as error:
             kept = kept_aside(self._path)
             fate = f"is kept as {kept.name}; " if kept else ""
             warn(f"{self._path} cannot be understood ({error}) and {fate}the run goes on without its evaluations")
 
     def at(self, step: int) -> dict[str, Any] | None:
-        """Return the report made after ``step`` steps, if any; 0 is the one before training."""
+        """Return the report after ``step`` steps, 0 being before training; None without one."""
         return self._reports.get(step)
 
     def all(self) -> list[tuple[int, dict[str, Any]]]:
@@ -51,12 +53,12 @@ class Evaluations:
         return sorted(self._reports.items())
 
     def add(self, step: int, report: dict[str, Any]) -> None:
-        """Keep a report under ``step`` and write the file."""
+        """Add a report and write the file."""
         self._reports[step] = report
         self._write()
 
     def forget_after(self, step: int) -> None:
-        """Drop reports of weights that a killed run lost."""
+        """Drop the reports after ``step``, whose weights a killed run has lost."""
         self._reports = {known: report for known, report in self._reports.items() if known <= step}
         self._write()
 
@@ -64,9 +66,11 @@ class Evaluations:
         write_whole(self._path, json.dumps(self._reports, indent=1))
 
 
-def _reports(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the reports in a file by their steps; {} where there is none. Raises ValueError for one that holds
-    something else, and OSError."""
+def _read_reports(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the reports in a file by step; {} if the file does not exist.
+
+    Raises ValueError if it contains something else, and OSError.
+    """
     try:
         content = json.loads(path.read_bytes().decode())
     except FileNotFoundError:
@@ -107,55 +111,62 @@ _MOST_DEATH_BYTES = 4 << 20
 
 
 class Death(msgspec.Struct, frozen=True):
-    """The end of ``process`` at ``at`` (s since the epoch): ``why``, and what ``then`` became of its work."""
+    """The end of a process."""
 
     at: float
+    """Time in seconds since the epoch."""
     process: str
     why: str
     then: str
+    """What happened to its work."""
 
 
 def note_death(run_dir: Path, process: str, why: str, then: str) -> None:
-    """Append one line. A full disk must not end the run."""
+    """Append the end of a process to ``deaths.jsonl``. Errors are ignored: a full disk must not end the run."""
     words = (text.encode(errors="replace").decode() for text in (process, why, then))
     with contextlib.suppress(OSError):
-        _append(run_dir / DEATHS_FILE, Death(time.time(), *words))
+        _append_line(run_dir / DEATHS_FILE, Death(time.time(), *words))
 
 
 def deaths(run_dir: Path) -> list[Death]:
-    """Return the ends of processes in the order in which they were noted."""
+    """Return the recorded ends of processes, in order."""
     return _rows(run_dir / DEATHS_FILE, Death, _MOST_DEATH_BYTES)
 
 
 PLACEMENTS_FILE = "placements.jsonl"
 LAUNCHER = "launcher"
-"""The launcher's own machine; what was not started by a scheduler runs there."""
+"""Name of the launcher's own machine, on which processes run that no scheduler has started."""
 _MOST_PLACEMENT_BYTES = 16 << 20
 
 
 class Placement(msgspec.Struct, omit_defaults=True):
-    """Says that ``process`` was started on ``host`` at ``at`` (s since the epoch); without a process, that the host was
-    lost then, and why; or what it is made of: a digest of this package's files there, and versions."""
+    """An event of a host: the start of a process, the loss of the host, or the record of its versions."""
 
     at: float
+    """Time in seconds since the epoch."""
     host: str
     process: str = ""
+    """Process that was started; "" for other events."""
     lost: str = ""
+    """Why the host was lost."""
     made_of: Mapping[str, str] = {}
+    """Digest of the package's files on the host, and versions of packages."""
 
 
 def note_placement(
     run_dir: Path, host: str, process: str = "", *, lost: str = "", made_of: Mapping[str, str] = {}
 ) -> None:
-    """Append one line. Raises OSError when it cannot be written."""
+    """Append an event of a host to ``placements.jsonl``. Raises OSError."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    _append(run_dir / PLACEMENTS_FILE, Placement(time.time(), host, process, lost, made_of))
+    _append_line(run_dir / PLACEMENTS_FILE, Placement(time.time(), host, process, lost, made_of))
 
 
 class HostLanes:
-    """Answers where a process was. ``hosts`` are the names of all hosts that had a process, the launcher's machine
-    first; ``lost`` the moments (us since the epoch, host, reason) at which hosts were lost. Both are empty for a run on
-    one machine."""
+    """Hosts of a run's processes over time.
+
+    ``hosts``: names of all hosts that had a process, the launcher's machine first. ``lost``: (us since the
+    epoch, host, reason) of each lost host. Both are empty for a run on one machine.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._starts: dict[str, list[tuple[int, str]]] = {}
@@ -172,35 +183,38 @@ class HostLanes:
         self.hosts = sorted(names, key=lambda name: (name != LAUNCHER, name))
 
     def at(self, process: str, moment: int) -> str:
-        """Return the host of a process at a moment (us since the epoch): where it was last started before that, or
-        first, if the clocks differ; "" for a run on one machine."""
+        """Return the host of a process at a moment (us since the epoch); "" for a run on one machine.
+
+        This is where it was last started before, or, if clocks differ, where it was first started.
+        """
         starts = self._starts.get(process)
         if not starts:
             return LAUNCHER if self.hosts else ""
         return starts[max(0, bisect_right(starts, moment, key=lambda start: start[0]) - 1)][1]
 
     def processes(self, host: str) -> list[str]:
-        """Return the names of all processes that were on a host, in order."""
+        """Return the names of all processes that have run on a host, sorted."""
         return sorted(process for process, starts in self._starts.items() if any(at == host for _, at in starts))
 
 
 _Row = TypeVar("_Row", bound=msgspec.Struct)
 
 
-def _append(path: Path, row: msgspec.Struct) -> None:
+def _append_line(path: Path, row: msgspec.Struct) -> None:
     with path.open("ab", buffering=0) as file:
         file.write(msgspec.json.encode(row) + b"\n")
 
 
 def _rows(path: Path, form: type[_Row], most_bytes: int) -> list[_Row]:
-    """Read what can be read: a kill may have cut off the last line."""
+    """Read the valid lines of a file; a kill may have truncated the last one."""
     try:
         with open_plain(path) as file:
             lines = file.read(most_bytes).splitlines()
     except OSError:
         return []
-    decode, found = msgspec.json.Decoder(form).decode, []
+    decode = msgspec.json.Decoder(form).decode
+    rows = []
     for line in lines:
         with contextlib.suppress(msgspec.MsgspecError, RecursionError):
-            found.append(decode(line))
-    return found
+            rows.append(decode(line))
+    return rows

@@ -1,6 +1,6 @@
-"""Writes what a run reports while it goes on: metrics, events, texts, trackers, and the summary at its end.
+"""Log of a run: metrics, events, transcripts and trackers while it works, and the summary at its end.
 
-The names of a row are those of ``realhf.monitor.metrics``.
+The names in a row are those of ``realhf.monitor.metrics``.
 """
 
 from __future__ import annotations
@@ -30,47 +30,50 @@ from realhf.monitor.trackers import TrackerStream
 METRICS_FILE = "metrics.jsonl"
 
 
-class MetricsRead(NamedTuple):
-    """The rows of a metrics file, in order, by public names. ``damaged`` are the numbers of lines, from 1, that are no
-    rows."""
+class ParsedMetrics(NamedTuple):
+    """Content of a metrics file."""
 
     rows: list[dict[str, Any]]
+    """Rows in order, by public names."""
     damaged: list[int]
+    """Numbers of the lines, from 1, that are not rows."""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return every whole line of the metrics file of a run, in order, by public names, also of a run that was made
-    before there were any; a torn last line and what is damaged are left out. Raises OSError."""
+    """Return the rows of a run's metrics file, in order, by public names, also for runs of earlier versions.
+
+    A truncated last line and damaged lines are skipped. Raises OSError.
+    """
     return parse_metrics(run_dir).rows
 
 
-def parse_metrics(run_dir: Path) -> MetricsRead:
-    """Return what ``read_metrics`` does, and which lines are damaged. Raises OSError."""
+def parse_metrics(run_dir: Path) -> ParsedMetrics:
+    """Return the rows as ``read_metrics`` does, and the numbers of damaged lines. Raises OSError."""
     path = run_dir / METRICS_FILE
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
             raise dangling(path) from None
-        return MetricsRead([], [])
-    found = MetricsRead([], [])
+        return ParsedMetrics([], [])
+    parsed = ParsedMetrics([], [])
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        row = _row(line) if line else {}
+        row = _parse_row(line) if line else {}
         if row:
-            found.rows.append(public_names(row))
+            parsed.rows.append(public_names(row))
         elif line:
-            found.damaged.append(number)
-    return found
+            parsed.damaged.append(number)
+    return parsed
 
 
-def _row(line: bytes) -> dict[str, Any]:
-    """Return the step and the numbers of a line; {} for one that is no row."""
+def _parse_row(line: bytes) -> dict[str, Any]:
+    """Return the step and the numbers of a line; {} if it is not a row."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
         return {}
-    whole = isinstance(row, dict) and type(row.get("step")) is int
-    return row if whole and all(isinstance(value, (int, float)) for value in row.values()) else {}
+    has_step = isinstance(row, dict) and type(row.get("step")) is int
+    return row if has_step and all(isinstance(value, (int, float)) for value in row.values()) else {}
 
 
 def flatten_step(
@@ -83,10 +86,11 @@ def flatten_step(
     source: Mapping[str, float],
     train_calls: Sequence[str],
 ) -> dict[str, float]:
-    """Flatten the report of a step into {name: number}, by the names of the calls; ``public_names`` comes next.
+    """Flatten the report of a step into {name: number}, with the calls' own names (see ``public_names``).
 
-    ``tokens[call]`` is the number of tokens a call took in. Tokens per second count over the whole step what was
-    generated, or what was trained on where nothing was generated.
+    wall_s: duration of the step. stats: results of each call. times: seconds of each call (compute_s, fetch_s,
+    queue_s). tokens: number of input tokens of each call. Tokens per second are the generated tokens, or
+    the trained ones if none were generated, over the whole step.
     """
     metrics: dict[str, float] = {"step_seconds": wall_s}
     for call, values in stats.items():
@@ -107,7 +111,7 @@ def flatten_step(
     return metrics
 
 
-def _numbers(steps: Sequence[int]) -> str:
+def _list_steps(steps: Sequence[int]) -> str:
     shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
     return f"{len(steps)} steps: {shown}" if len(steps) > 1 else f"step {shown}"
 
@@ -117,12 +121,15 @@ def _is_number(value: Any) -> bool:
 
 
 class RunLog:
-    """Writes what a run reports, opened at ``completed_steps`` (0: a fresh start); what a killed run wrote after that
-    is dropped, so that every step is in ``metrics.jsonl`` once. ``tracer`` marks the end of every step in the master's
-    trace; ``evaluation`` says which split is evaluated.
+    """Writer of a run's reports.
 
-    No rows are kept in memory: the summary reads the file, and the run says which steps it finds no rows of. A row that
-    cannot be written ends the run with an OSError."""
+    completed_steps: 0 for a fresh start. Rows that a killed run wrote after it are dropped, so that each
+    step is in ``metrics.jsonl`` once. tracer: marks the end of every step in the master's trace.
+    evaluation: determines the name of the evaluated split.
+
+    Rows are not kept in memory: the summary reads the file, and warns of steps without rows. A row that
+    cannot be written ends the run with an OSError.
+    """
 
     def __init__(
         self,
@@ -135,15 +142,17 @@ class RunLog:
         tracer: Tracer | None = None,
         evaluation: EvaluationSpec | None = None,
     ) -> None:
-        self._run_dir, self._events, self._total = run_dir, events, total_steps
+        self._run_dir = run_dir
+        self._events = events
+        self._total = total_steps
         self._tracer = tracer or Tracer()
         self._split = str(evaluation.args.get("split", HELD_OUT)) if evaluation else HELD_OUT
-        self._told_every = config.episodes_every_steps
+        self._rollouts_every = config.episodes_every_steps
         if completed_steps and not os.path.lexists(run_dir / EVALUATIONS_FILE):
             self._warn(f"{run_dir / EVALUATIONS_FILE} is gone: the run goes on without the evaluations of before")
         self.evaluations = Evaluations(run_dir, self._warn)
         self._began = self._last = completed_steps
-        rows = self._rows_until(completed_steps)
+        rows = self._read_complete_rows(completed_steps)
         self.evaluations.forget_after(completed_steps if completed_steps else -1)
         write_whole(run_dir / METRICS_FILE, "".join(json.dumps(row) + "\n" for row in rows))
         past = [(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
@@ -162,19 +171,21 @@ class RunLog:
     def _warn(self, text: str) -> None:
         self._events.emit("warning", text=text)
 
-    def _rows_until(self, completed_steps: int) -> list[dict[str, Any]]:
-        """Return the rows of the steps that are complete, and say which are missing or damaged; a file with damage is
-        kept. Raises OSError."""
+    def _read_complete_rows(self, completed_steps: int) -> list[dict[str, Any]]:
+        """Return the rows of completed steps, and warn of missing or damaged ones.
+
+        A copy of a damaged file is kept. Raises OSError.
+        """
         path = self._run_dir / METRICS_FILE
-        found = parse_metrics(self._run_dir)
-        rows = [row for row in found.rows if row["step"] <= completed_steps]
+        parsed = parse_metrics(self._run_dir)
+        rows = [row for row in parsed.rows if row["step"] <= completed_steps]
         missing = sorted(set(range(1, completed_steps + 1)) - {row["step"] for row in rows})
-        kept = kept_aside(path) if found.damaged else None
+        kept = kept_aside(path) if parsed.damaged else None
         if kept is not None:
-            lines = ", ".join(map(str, found.damaged[:8])) + (", ..." if len(found.damaged) > 8 else "")
+            lines = ", ".join(map(str, parsed.damaged[:8])) + (", ..." if len(parsed.damaged) > 8 else "")
             self._warn(f"{path} is damaged in line {lines} and is kept as {kept.name}; the run goes on without them")
         elif missing:
-            self._warn(f"{path} lacks {_numbers(missing)}; the run goes on without them")
+            self._warn(f"{path} lacks {_list_steps(missing)}; the run goes on without them")
         return rows
 
     def step(self, step: int, metrics: Mapping[str, float], episodes: Sequence[str]) -> None:
@@ -185,12 +196,12 @@ class RunLog:
         self._trackers.metrics(step, metrics)
         if episodes:
             append_episodes(self._run_dir, step, episodes)
-            if step == 1 or (self._told_every and step % self._told_every == 0):
+            if step == 1 or (self._rollouts_every and step % self._rollouts_every == 0):
                 self._trackers.rollouts(step, episodes)
         self._events.emit("step", step=step, total=self._total, metrics=metrics)
 
     def _write_row(self, row: Mapping[str, Any]) -> None:
-        """Append a row to the metrics file, whole or not at all. Raises OSError."""
+        """Append a row to the metrics file, completely or not at all. Raises OSError."""
         path = self._run_dir / METRICS_FILE
         with path.open("ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
@@ -200,26 +211,26 @@ class RunLog:
                 while written < len(line):
                     written += file.write(line[written:]) or 0
             except OSError as error:
-                file.truncate(end)  # half a row would spoil the next one
+                file.truncate(end)  # a partial row would corrupt the next one
                 error.filename = error.filename or str(path)
                 raise
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Read the rows of all steps, and warn of steps of this process that have none."""
+        """Read the rows of all steps, and warn of steps of this process without rows."""
         rows = read_metrics(self._run_dir)
         missing = sorted(set(range(self._began + 1, self._last + 1)) - {row["step"] for row in rows})
         if missing:
             self._warn(
-                f"the rows of {_numbers(missing)} are lost: {self._run_dir / METRICS_FILE} was changed during the run, "
-                "or they are no numbers; the summary goes without them"
+                f"the rows of {_list_steps(missing)} are lost: {self._run_dir / METRICS_FILE} was changed during the "
+                "run, or they are no numbers; the summary goes without them"
             )
         return rows
 
-    def skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
-        """Record a step whose update was left out because loss or gradient was not finite."""
-        told = {key: str(value) for key, value in stats.items()}  # some of them are no numbers
+    def record_skipped(self, step: int, call: str, ids: Sequence[str], stats: Mapping[str, Any]) -> None:
+        """Record a step whose update was skipped because loss or gradient was not finite."""
+        texts = {key: str(value) for key, value in stats.items()}  # JSON has no NaN and infinities
         with (self._run_dir / NONFINITE_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "call": call, "ids": list(ids), "stats": told}) + "\n")
+            file.write(json.dumps({"step": step, "call": call, "ids": list(ids), "stats": texts}) + "\n")
         self._events.emit(
             "warning",
             text=f"step {step}: {call} skipped its update, loss or gradient was not "
@@ -237,14 +248,16 @@ class RunLog:
         self._events.emit("evaluation", when=when, report=report)
 
     def phase(self, text: str) -> None:
-        """Announce what the run does now, outside of steps."""
+        """Announce an activity of the run outside of steps."""
         self._events.emit("phase", text=text)
 
     def finish(
         self, *, wall_seconds: float, train_calls: Sequence[str], best: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Write ``summary.json`` and ``trace.json``; return the summary. ``best``: the figures of the policy that is
-        kept as the best."""
+        """Write ``summary.json`` and ``trace.json``; return the summary.
+
+        wall_seconds: since the launch. best: record of the policy that is kept as the best.
+        """
         rows = self._rows()
         last = max(self._last, rows[-1]["step"] if rows else 0)
         summary = build_summary(
@@ -263,14 +276,14 @@ class RunLog:
         write_summary(summary, self._run_dir)
         try:
             merge_traces(self._run_dir)
-        except OSError as error:  # the run is over and saved: a full disk must not make it fail
+        except OSError as error:  # the run has ended and is saved: a full disk must not make it fail
             self._events.emit("warning", text=f"no trace: {error}")
         return summary
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the trackers, which may wait for them; ``failed``: the run ended early."""
+        """Close the trackers; may block until they have sent their data. failed: the run ended early."""
         self._trackers.close(failed=failed)
 
     async def leave(self, kind: object, *_: object) -> None:
-        """Close as the end of an ``async with`` block does, without holding up the event loop."""
+        """Close without blocking the event loop; ``kind`` as the first argument of ``__aexit__``."""
         await asyncio.to_thread(self.close, failed=kind is not None)

@@ -1,8 +1,9 @@
-"""Sums up the metrics of a run: the few figures that a person looks for, ``summary.json`` and the closing table.
+"""Summary of a run's metrics: labels for the display, ``summary.json`` and the final table.
 
-Names as in ``metrics.jsonl``: ``staleness/..``, ``admission/..``, ``generation/..``, ``training/..``.
-``admission/accepted`` counts since the start of the run, the other counters of admission since the start or the last
-resumption; ``failures/<kind>`` and ``retries/<kind>`` are those of one step, with ``_total`` those since then.
+Names are those of ``metrics.jsonl``: ``staleness/..``, ``admission/..``, ``generation/..``, ``training/..``.
+``admission/accepted`` counts from the start of the run, the other admission counters from the start or the last
+resumption. ``failures/<kind>`` and ``retries/<kind>`` count in one step, with ``_total`` from the start or the
+last resumption.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ from typing import Any
 from realhf.base.files import write_whole
 from realhf.base.text import printable
 
-Row = Mapping[str, Any]
-STEP_TIME, CALL_TIME, PART_TIME = "time/step", "time/", "time/part/"
+MetricRow = Mapping[str, Any]
+STEP_TIME = "time/step"
+CALL_TIME = "time/"
+PART_TIME = "time/part/"
 _NO_CALLS = ("step", "episode", "fetch", "queue", "part")
-"""What stands behind ``time/`` and is no call."""
+"""Names after ``time/`` that are not calls."""
 
 
-def call_times(row: Row) -> dict[str, float]:
+def call_times(row: MetricRow) -> dict[str, float]:
     """Return the seconds that each model function call of a step computed."""
-    found = {name.removeprefix(CALL_TIME): value for name, value in row.items() if name.startswith(CALL_TIME)}
-    return {call: value for call, value in found.items() if call.partition("/")[0] not in _NO_CALLS}
+    times = {name.removeprefix(CALL_TIME): value for name, value in row.items() if name.startswith(CALL_TIME)}
+    return {call: value for call, value in times.items() if call.partition("/")[0] not in _NO_CALLS}
 
 
-def part_seconds(row: Row, part: str) -> float:
-    """Return the seconds of a step that all calls together spent with ``part``: generation, environment, rollouts."""
+def part_seconds(row: MetricRow, part: str) -> float:
+    """Return the total seconds of a step's calls in ``part``: generation, environment or rollouts."""
     return sum(value for name, value in row.items() if name.startswith(PART_TIME) and name.endswith(f"/{part}"))
 
 
-def time_split(row: Row) -> dict[str, float]:
-    """Return the seconds of a step by what took them: environment, generation, every other call by its name, and the
-    rest."""
+def time_split(row: MetricRow) -> dict[str, float]:
+    """Return the seconds of a step by cause: environment, generation, each other call by name, and other."""
     split: dict[str, float] = {}
     for name, seconds in call_times(row).items():
         environment = row.get(f"{PART_TIME}{name}/environment")
@@ -47,18 +49,18 @@ def time_split(row: Row) -> dict[str, float]:
     return split
 
 
-def total(rows: Sequence[Row], name: str) -> float:
-    """Sum a metric over the steps; a step without it counts as 0."""
+def total(rows: Sequence[MetricRow], name: str) -> float:
+    """Return the sum of a metric over the steps; a step without it counts as 0."""
     return sum(row.get(name, 0.0) for row in rows)
 
 
-def mean(rows: Sequence[Row], name: str) -> float | None:
-    """Average a metric over the steps that have it; None if no step has it."""
+def mean(rows: Sequence[MetricRow], name: str) -> float | None:
+    """Return the mean of a metric over the steps that have it; None if none has."""
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else None
 
 
-SHOWN = (
+ROLLOUT_PREFIXES = (
     "staleness/",
     "admission/",
     "generation/",
@@ -68,40 +70,40 @@ SHOWN = (
     "time/episode/",
     "length/turns",
 )
-TROUBLE = ("failures", "retries")
+FAILURE_COUNTERS = ("failures", "retries")
 
 
-def is_asynchronous(rows: Sequence[Row]) -> bool:
-    """Return whether these steps were fed by admission control."""
+def is_asynchronous(rows: Sequence[MetricRow]) -> bool:
+    """Return whether these steps are of an asynchronous run, which has admission control."""
     return any("admission/accepted" in row for row in rows)
 
 
-def rollout_metrics(row: Row) -> dict[str, Any]:
-    """Select those of a step's metrics that are about asynchronous rollouts."""
-    return {name: value for name, value in row.items() if name.startswith(SHOWN)}
+def rollout_metrics(row: MetricRow) -> dict[str, Any]:
+    """Return the metrics of a step that concern asynchronous rollouts."""
+    return {name: value for name, value in row.items() if name.startswith(ROLLOUT_PREFIXES)}
 
 
 def flatten_rollouts(event: Mapping[str, Any]) -> dict[str, float]:
-    """Give the values of an event ``rollouts`` {group: {name: number or {..}}} their names in ``metrics.jsonl``."""
-    found: dict[str, float] = {}
+    """Flatten an event ``rollouts``, {group: {name: number or {..}}}, to the names in ``metrics.jsonl``."""
+    metrics: dict[str, float] = {}
     for name, value in event.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}/{inner}": number for inner, number in flatten_rollouts(value).items()}
+            metrics |= {f"{name}/{inner}": number for inner, number in flatten_rollouts(value).items()}
         elif isinstance(value, (int, float)):
-            found[name] = float(value)
-    return found
+            metrics[name] = float(value)
+    return metrics
 
 
-def by_kind(row: Row, counter: str) -> dict[str, float]:
-    """Return the values of ``<counter>/<kind>`` that are not 0 as {kind: count}."""
+def count_by_kind(row: MetricRow, counter: str) -> dict[str, float]:
+    """Return the nonzero values of ``<counter>/<kind>`` as {kind: count}."""
     start = f"{counter}/"
     return {name.removeprefix(start): value for name, value in row.items() if name.startswith(start) and value}
 
 
-def rollout_labels(row: Row) -> list[tuple[str, str]]:
-    """Return the metrics that are known as (label, text), in the order in which they are read."""
+def rollout_labels(row: MetricRow) -> list[tuple[str, str]]:
+    """Return (label, text) for each available metric of the rollouts, in the order of display."""
     shown = [
-        ("staleness", _joined(_number(row, "staleness/mean"), _number(row, "staleness/max", "max "))),
+        ("staleness", _join(_number(row, "staleness/mean"), _number(row, "staleness/max", "max "))),
         ("generation", _percent(row, "generation/occupancy")),
         ("training", _percent(row, "training/occupancy")),
         ("in play", _number(row, "admission/running")),
@@ -109,7 +111,7 @@ def rollout_labels(row: Row) -> list[tuple[str, str]]:
         ("accepted", _number(row, "admission/accepted")),
         ("rejected", _nonzero(row, "admission/rejected")),
         ("dropped", _nonzero(row, "admission/dropped")),
-        ("episode", _joined(_seconds(row, "time/episode/p50"), _seconds(row, "time/episode/p99", "p99 "))),
+        ("episode", _join(_seconds(row, "time/episode/p50"), _seconds(row, "time/episode/p99", "p99 "))),
         ("turns", _number(row, "length/turns")),
         ("new weights stop", _number(row, "generation/weight_pause_ms", after=" ms")),
         ("failed", _counts(row, "failures_total") or _counts(row, "failures")),
@@ -118,24 +120,27 @@ def rollout_labels(row: Row) -> list[tuple[str, str]]:
     return [(label, text) for label, text in shown if text]
 
 
-def rollout_summary(rows: Sequence[Row]) -> dict[str, Any]:
+def rollout_summary(rows: Sequence[MetricRow]) -> dict[str, Any]:
     """Summarise the metrics of the rollouts over a whole run."""
-    kinds = {counter: sorted({kind for row in rows for kind in by_kind(row, counter)}) for counter in TROUBLE}
+    kinds = {
+        counter: sorted({kind for row in rows for kind in count_by_kind(row, counter)}) for counter in FAILURE_COUNTERS
+    }
     return {
         "staleness_head_mean": mean(rows, "staleness/mean"),
         "staleness_head_max": max((row["staleness/max"] for row in rows if "staleness/max" in row), default=None),
         "generation_occupancy": mean(rows, "generation/occupancy"),
         "training_occupancy": mean(rows, "training/occupancy"),
         "accepted": next((row["admission/accepted"] for row in reversed(rows) if "admission/accepted" in row), 0.0),
-        **{name: total_counted(rows, f"admission/{name}") for name in ("rejected", "dropped")},
+        **{name: counter_increase(rows, f"admission/{name}") for name in ("rejected", "dropped")},
         "failed": {kind: total(rows, f"failures/{kind}") for kind in kinds["failures"]},
         "retried": {kind: total(rows, f"retries/{kind}") for kind in kinds["retries"]},
     }
 
 
-def total_counted(rows: Sequence[Row], name: str) -> float:
-    """Return how far a counter went over all steps, also across resumptions that began it anew."""
-    whole, before = 0.0, 0.0
+def counter_increase(rows: Sequence[MetricRow], name: str) -> float:
+    """Return the total increase of a counter over all steps, also across resumptions, which reset it."""
+    whole = 0.0
+    before = 0.0
     for row in rows:
         now = row.get(name, before)
         whole += now - before if now >= before else now
@@ -143,39 +148,48 @@ def total_counted(rows: Sequence[Row], name: str) -> float:
     return whole
 
 
-def _number(row: Row, name: str, before: str = "", after: str = "") -> str:
+def _number(row: MetricRow, name: str, before: str = "", after: str = "") -> str:
     return f"{before}{row[name]:{'.3g' if row[name] < 1000 else '.0f'}}{after}" if name in row else ""
 
 
-def _nonzero(row: Row, name: str) -> str:
+def _nonzero(row: MetricRow, name: str) -> str:
     return _number(row, name) if row.get(name) else ""
 
 
-def _percent(row: Row, name: str) -> str:
+def _percent(row: MetricRow, name: str) -> str:
     return f"{row[name]:.0%}" if name in row else ""
 
 
-def _seconds(row: Row, name: str, before: str = "") -> str:
+def _seconds(row: MetricRow, name: str, before: str = "") -> str:
     return f"{before}{row[name]:.1f} s" if name in row else ""
 
 
-def _counts(row: Row, counter: str) -> str:
-    return ", ".join(f"{kind} {value:.0f}" for kind, value in sorted(by_kind(row, counter).items()))
+def _counts(row: MetricRow, counter: str) -> str:
+    return ", ".join(f"{kind} {value:.0f}" for kind, value in sorted(count_by_kind(row, counter).items()))
 
 
-def _joined(*parts: str) -> str:
+def _join(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-Report = Mapping[str, Mapping[str, Mapping[str, Any]]]
+EvaluationReports = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def build_summary(
-    rows: Sequence[Row], before: Report | None, after: Report | None, *, wall_seconds: float, train_calls: Sequence[str]
+    rows: Sequence[MetricRow],
+    before: EvaluationReports | None,
+    after: EvaluationReports | None,
+    *,
+    wall_seconds: float,
+    train_calls: Sequence[str],
 ) -> dict[str, Any]:
-    """Build the summary of a run. Times are totals over its steps, in seconds; ``wall_seconds`` covers everything from
-    the launch on, including the warm start. ``*_interval``: 95 % intervals [low, high]."""
-    generated, took = total(rows, "throughput/tokens"), total(rows, STEP_TIME)
+    """Build the summary of a run.
+
+    before, after: evaluations before and after training. wall_seconds: since the launch, including the warm
+    start. Other times are totals over the steps, in seconds. ``*_interval``: 95 % intervals [low, high].
+    """
+    generated = total(rows, "throughput/tokens")
+    took = total(rows, STEP_TIME)
     counted = (after or before or {}).get("sampled", {}).get("overall", {})
     summary: dict[str, Any] = {
         "heldout_episodes": int(counted.get("episodes", 0)),
@@ -189,7 +203,7 @@ def build_summary(
     }
     for when, report in (("before", before), ("after", after)):
         for kind, suffix in (("sampled", ""), ("greedy", "_greedy")):
-            # Of a group whose episodes have all failed nothing is known.
+            # A group whose episodes have all failed has no result.
             groups = {name: entry for name, entry in (report or {}).get(kind, {}).items() if entry["episodes"]}
             summary |= {
                 f"heldout_success_{when}{suffix}": {name: entry["success"] for name, entry in groups.items()},
@@ -206,13 +220,15 @@ def build_summary(
 
 
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
-    """Write ``summary.json`` into the run folder; the file is replaced only when complete."""
+    """Write ``summary.json`` into the run folder, atomically."""
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
 
 
-def held_out_table(summary: Mapping[str, Any]) -> Any:
-    """Make a rich table of held-out success before and after by group, with intervals and numbers of episodes (``117,
-    468`` where they differ); None when nothing was evaluated."""
+def build_held_out_table(summary: Mapping[str, Any]) -> Any:
+    """Build a rich table of held-out success before and after training by group.
+
+    It has intervals and numbers of episodes (``117, 468`` if they differ). None without an evaluation.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -226,7 +242,7 @@ def held_out_table(summary: Mapping[str, Any]) -> Any:
         episodes = [summary[f"heldout_episodes_{when}{suffix}"] for when in ("before", "after")]
         for name in dict.fromkeys([*before, *after]):
             table.add_row(
-                Text(f"{printable(name)}, {label}"),  # whoever wrote the environment named the group
+                Text(f"{printable(name)}, {label}"),  # the environment's author chose the name of the group
                 _cell(before.get(name), summary[f"heldout_interval_before{suffix}"].get(name)),
                 _cell(after.get(name), summary[f"heldout_interval_after{suffix}"].get(name)),
                 f"{100 * (after[name] - before[name]):+.1f}" if name in before and name in after else "",

@@ -1,8 +1,8 @@
-"""Writes the trace of a run, what ran when: one file per process while it runs, one for Perfetto at its end.
+"""Trace of a run: one file per process while it runs, and ``trace.json`` for Perfetto at its end.
 
-Numbers of processes and lines are made from their names, so that a restarted worker continues its old line and files
-can be joined without being parsed. Trace viewers drop spans of one line that overlap without one lying within the
-other, as those of concurrent coroutines do. ``Lanes`` moves the later one to a further lane.
+Numbers of processes and lines are computed from their names, so that a restarted worker continues its line, and
+files can be joined without being parsed. Trace viewers drop spans of one line that overlap without being
+nested, as those of concurrent coroutines do; ``Lanes`` moves the later one to another lane.
 
 python -m realhf.monitor.trace RUN_DIR        # trace.json out of what is there
 """
@@ -38,73 +38,77 @@ _ORDER = ("launch", "master", "model_worker", "rollout_worker", "generation", "e
 
 
 class TraceEvent(msgspec.Struct, omit_defaults=True, gc=False):
-    """Is one event of a trace file. Times are whole microseconds: ``ts`` since the epoch, ``dur`` of a COMPLETE event.
-    ``s`` is the scope of an instant."""
+    """One event in Chrome's trace format."""
 
     name: str
     ph: str
+    """Phase: COMPLETE, INSTANT, COUNTER or METADATA."""
     ts: int
+    """Time in microseconds since the epoch."""
     pid: int
     tid: int
+    """Number of the line."""
     dur: int | None = None
+    """Duration of a COMPLETE event in microseconds."""
     s: str | None = None
+    """Scope of an INSTANT event."""
     args: dict[str, Any] | None = None
 
 
 def process_number(process: str) -> int:
-    """Number the process ``kind/index``: thousands for the kind, plus the index."""
+    """Return the number of the process ``kind/index``: thousands for the kind, plus the index."""
     kind, _, index = process.partition("/")
     if kind in _ORDER and (not index or (index.isdecimal() and int(index) < 1000)):
-        return 1000 * (1 + place_of(process)) + int(index or 0)
+        return 1000 * (1 + display_rank(process)) + int(index or 0)
     return 1_000_000 + zlib.crc32(process.encode()) % 2**30
 
 
 def line_number(process: str, line: str) -> int:
-    """Number a line of a process: a positive number of 31 bits, made so that lines of two processes differ."""
+    """Return the number of a line of a process: 31 bits, hashed so that lines of different processes differ."""
     return zlib.crc32(f"{process}\n{line}".encode(errors="replace")) & 0x7FFFFFFF
 
 
-def file_of(run_dir: Path, process: str) -> Path:
+def trace_path(run_dir: Path, process: str) -> Path:
     """Return the path of the trace file of the process ``kind/index``."""
     return run_dir / TRACE_FOLDER / f"{process.replace('/', '-')}.jsonl"
 
 
-def place_of(process: str) -> int:
-    """Return the place of a process in the order of display."""
+def display_rank(process: str) -> int:
+    """Return the position of a process in the order of display."""
     kind = process.partition("/")[0]
     return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
 
 def process_events(process: str) -> list[TraceEvent]:
-    """Make the events that name a process and give its place."""
+    """Build the events that name a process and give its order of display."""
     pid = process_number(process)
     return [
         TraceEvent("process_name", METADATA, 0, pid, 0, args={"name": process}),
-        TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": place_of(process)}),
+        TraceEvent("process_sort_index", METADATA, 0, pid, 0, args={"sort_index": display_rank(process)}),
     ]
 
 
 def line_event(process: str, line: str) -> TraceEvent:
-    """Make the event that names a line within a process."""
+    """Build the event that names a line of a process."""
     return TraceEvent(
         "thread_name", METADATA, 0, process_number(process), line_number(process, line), args={"name": line}
     )
 
 
 MAX_LANES = 64
-"""Number of lanes of a line at most; further overlapping spans go to the last one."""
+"""Maximum number of lanes of a line; further overlapping spans go to the last one."""
 REMEMBERED = 256
-"""Number of spans of a lane that are remembered because a longer one may still enclose them."""
+"""Number of last spans of a lane that are kept, since a longer one may still enclose them."""
 
 
 class Lanes:
-    """Assigns spans to lanes; spans arrive in the order of their ends, or nearly so."""
+    """Assignment of spans to lanes. Spans arrive approximately in the order of their ends."""
 
     def __init__(self) -> None:
         self._lanes: dict[str, list[deque[tuple[int, int]]]] = {}
 
     def place(self, line: str, began: int, ended: int) -> str:
-        """Return the lane of a span: the line itself, or the name of its second, third, .. lane."""
+        """Return the lane of a span: the line itself, or the name of its second, third, ... lane."""
         lanes = self._lanes.setdefault(line, [])
         number = next(
             (number for number, lane in enumerate(lanes, start=1) if _fits(lane, began, ended)),
@@ -120,7 +124,7 @@ class Lanes:
 
 
 def _fits(lane: deque[tuple[int, int]], began: int, ended: int) -> bool:
-    """Return whether a span encloses the last ones of a lane, or lies apart from them."""
+    """Return whether a span encloses the last spans of a lane, or begins after them."""
     for first, last in reversed(lane):
         if last <= began:
             return True
@@ -130,17 +134,19 @@ def _fits(lane: deque[tuple[int, int]], began: int, ended: int) -> bool:
 
 
 TAIL_BYTES = 16 * 2**20
-"""How much is read at the end of each file for the timeline."""
+"""Bytes at the end of each file that are read for the timeline."""
 
 
 def merge_traces(run_dir: Path) -> Path | None:
-    """Write ``trace.json`` of a run, which Perfetto and chrome://tracing open, and return its path; None when nothing
-    was traced. Lines that a kill cut off are left out."""
+    """Write ``trace.json`` of a run, for Perfetto or chrome://tracing; return its path, or None without a trace.
+
+    Lines that a kill has truncated are skipped. Raises OSError.
+    """
     files = trace_files(run_dir)
     if not files:
         return None
     path = run_dir / TRACE_FILE
-    # Checking a raw value without building it takes a fraction of the time.
+    # Validating a raw value takes a fraction of the time of building it.
     check = msgspec.json.Decoder(msgspec.Raw).decode
     with whole_file(path) as partial, partial.open("wb") as target:
         target.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -162,11 +168,11 @@ def merge_traces(run_dir: Path) -> Path | None:
 
 
 def _host_labels(run_dir: Path) -> Iterator[bytes]:
-    """Yield an event for each process of a run over several hosts that says where it was."""
+    """Yield an event for each process of a run on several hosts that labels it with its hosts."""
     lanes = HostLanes(run_dir)
     for process in sorted({process for host in lanes.hosts for process in lanes.processes(host)}):
-        there = [host for host in lanes.hosts if process in lanes.processes(host)]
-        labels = {"labels": "host " + ", ".join(there)}
+        hosts = [host for host in lanes.hosts if process in lanes.processes(host)]
+        labels = {"labels": "host " + ", ".join(hosts)}
         yield msgspec.json.encode(TraceEvent("process_labels", METADATA, 0, process_number(process), 0, args=labels))
 
 
@@ -180,28 +186,28 @@ def trace_files(run_dir: Path) -> list[Path]:
 LIMIT_BYTES = 64 * 2**20
 FLUSH_INTERVAL_S = 0.5
 MAX_PENDING = 200_000
-"""Number of events that may wait to be written; further ones are counted and left out."""
+"""Maximum number of unwritten events; further ones are counted and dropped."""
 _Record = tuple[str, str, int, int, str, dict[str, Any] | None]
-"""A record as (phase, name, beginning, end, line, arguments), times in ns."""
+"""(phase, name, begin in ns, end in ns, line, arguments)."""
 logger = logging.getLogger(__name__)
 
 
 class TraceWriter(Tracer):
-    """Appends to ``path``.
+    """Tracer that appends to ``path``.
 
-    A thread writes the events, so a kill loses at most the last half second. The newest ``limit_bytes`` are kept in two
-    files: ``path`` and, for the older ones, ``path`` with the suffix ``.old.jsonl``. When the file cannot be written,
-    the trace is lost and the run goes on.
+    A thread writes the events, so a kill loses at most the last half second. The newest ``limit_bytes`` are
+    kept in two files: ``path`` and, for the older half, ``path`` with the suffix ``.old.jsonl``. If the file
+    cannot be written, the trace is lost and the run goes on.
     """
 
     def __init__(self, path: Path, process: str, *, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Open ``path`` and start the thread. Raises OSError when ``path`` cannot be opened."""
+        """Open ``path`` and start the thread. Raises OSError if ``path`` cannot be opened."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = _TraceFile(path, process, limit_bytes)
         self._pending: deque[_Record] = deque()
-        self._left_out = 0
+        self._dropped = 0
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._keep_writing, name="trace", daemon=True)
+        self._thread = threading.Thread(target=self._run_writer, name="trace", daemon=True)
         self._thread.start()
 
     def span(self, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
@@ -223,7 +229,7 @@ class TraceWriter(Tracer):
         self._add((COUNTER, name, now, now, "counters", values))
 
     def close(self) -> None:
-        """Write the events that are left; later ones are ignored."""
+        """Write the remaining events; later ones are ignored."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join(timeout=10.0)
@@ -241,9 +247,9 @@ class TraceWriter(Tracer):
         if len(self._pending) < MAX_PENDING:
             self._pending.append(record)
         else:
-            self._left_out += 1
+            self._dropped += 1
 
-    def _keep_writing(self) -> None:
+    def _run_writer(self) -> None:
         while not self._closing.wait(FLUSH_INTERVAL_S):
             self._write_pending()
         self._write_pending()
@@ -253,29 +259,31 @@ class TraceWriter(Tracer):
         with contextlib.suppress(IndexError):
             while len(records) < MAX_PENDING:
                 records.append(self._pending.popleft())
-        if self._left_out:
+        if self._dropped:
             now = time.time_ns()
-            records.append((INSTANT, "events left out", now, now, "trace", {"count": self._left_out}))
-            self._left_out = 0
+            records.append((INSTANT, "events left out", now, now, "trace", {"count": self._dropped}))
+            self._dropped = 0
         if records:
-            # Lanes need the spans by their ends, and of two with one end the inner one first, however they were
-            # recorded.
+            # Lanes need the spans in the order of their ends; of two with the same end, the inner one first.
             records.sort(key=lambda record: (record[3], -record[2]))
             self._file.write(records)
 
 
 def open_trace(run_dir: Path, process: str) -> TraceWriter:
     """Open the tracer of the process ``kind/index`` of a run."""
-    return TraceWriter(file_of(run_dir, process), process)
+    return TraceWriter(trace_path(run_dir, process), process)
 
 
 class _Span:
-    """Records a span as a context manager, without the cost of a generator."""
+    """Context manager that records a span. A class, since a generator costs more."""
 
     __slots__ = ("_args", "_began", "_name", "_writer")
 
     def __init__(self, writer: TraceWriter, name: str, args: dict[str, Any] | None) -> None:
-        self._writer, self._name, self._args, self._began = writer, name, args, 0
+        self._writer = writer
+        self._name = name
+        self._args = args
+        self._began = 0
 
     def __enter__(self) -> None:
         self._began = time.time_ns()
@@ -289,11 +297,13 @@ class _Span:
 
 
 class _TraceFile:
-    """Writes the file of one process; used by one thread at a time."""
+    """Trace file of one process, with rotation. Not thread-safe."""
 
     def __init__(self, path: Path, process: str, limit_bytes: int) -> None:
-        self._path, self._process, self._pid = path, process, process_number(process)
-        self._half = limit_bytes // 2
+        self._path = path
+        self._process = process
+        self._pid = process_number(process)
+        self._max_file_bytes = limit_bytes // 2
         self._encode = msgspec.json.Encoder(enc_hook=str).encode
         self._lines: dict[str, int] = {}
         self._lanes = Lanes()
@@ -301,14 +311,14 @@ class _TraceFile:
         self._open()
 
     def write(self, records: list[_Record]) -> None:
-        """Append records. Those that cannot be written are lost, and the log says so once."""
+        """Append records. Those that cannot be written are lost, with one warning in the log."""
         try:
-            chunk = self._encoded(records)
-            if self._size and self._size + len(chunk) > self._half:
-                self._turn_over()
-                chunk = self._encoded(records)
+            chunk = self._encode_records(records)
+            if self._size and self._size + len(chunk) > self._max_file_bytes:
+                self._rotate()
+                chunk = self._encode_records(records)
             self._append(chunk)
-        except (OSError, ValueError) as error:  # ValueError: an earlier turn-over left the file closed
+        except (OSError, ValueError) as error:  # ValueError: an earlier failed rotation left the file closed
             if not self._failed:
                 logger.warning("the trace %s cannot be written: %s", self._path, error)
             self._failed = True
@@ -321,11 +331,11 @@ class _TraceFile:
         self._file = self._path.open("ab", buffering=0)
         self._size = self._file.tell()
         self._lines.clear()
-        # A line that a kill cut off must not spoil the line that follows it.
+        # Ends a line that a kill has truncated, which would otherwise corrupt the next one.
         start = b"\n" if self._size else b""
         self._append(start + b"".join(self._encode(event) + b"\n" for event in process_events(self._process)))
 
-    def _turn_over(self) -> None:
+    def _rotate(self) -> None:
         self._file.close()
         os.replace(self._path, self._path.with_suffix(".old.jsonl"))
         self._open()
@@ -337,7 +347,7 @@ class _TraceFile:
             self._size += written
             view = view[written:]
 
-    def _encoded(self, records: list[_Record]) -> bytes:
+    def _encode_records(self, records: list[_Record]) -> bytes:
         parts: list[bytes] = []
         for phase, name, began_ns, ended_ns, line, args in records:
             if phase == COMPLETE:
@@ -354,15 +364,15 @@ class _TraceFile:
                 event.dur = max(0, ended_ns // 1000 - began)
             elif phase == INSTANT:
                 event.s = "p"
-            parts.append(self._line_of(event))
+            parts.append(self._encode_event(event))
         parts.append(b"")
         return b"\n".join(parts)
 
-    def _line_of(self, event: TraceEvent) -> bytes:
+    def _encode_event(self, event: TraceEvent) -> bytes:
         try:
             return self._encode(event)
         except Exception:
-            # Arguments come from anywhere: keys that are not text, halves of characters, infinite numbers.
+            # Arguments may contain anything: keys that are not text, lone surrogates, infinite numbers.
             event.args = {"unreadable": ascii(event.args)}
             event.name = ascii(event.name)
             return self._encode(event)

@@ -1,7 +1,7 @@
-"""Sends the metrics of a run to TensorBoard, W&B, MLflow and Trackio, each on a thread of its own.
+"""Trackers of a run's metrics: TensorBoard, W&B, MLflow and Trackio.
 
-A tracker has a thread of its own, so that a slow one holds up nobody, and one that fails is left out: the run goes on
-and says so once.
+Each tracker has a thread of its own, so that a slow one does not delay the run. One that fails is dropped
+with a single warning, and the run goes on.
 """
 
 from __future__ import annotations
@@ -31,47 +31,52 @@ IDENTITY_FILE = "trackers.json"
 
 
 class Tracker(Protocol):
-    """Takes what a run reports. All methods are called on one thread, in order; what one raises ends this tracker."""
+    """Receiver of a run's reports. All methods are called on one thread, in order; an exception ends the tracker."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Take finite numbers of a step. Steps need not ascend: an evaluation may come late, and a resumed run repeats
-        the steps after its checkpoint."""
+        """Record finite numbers of a step.
+
+        Steps need not be in order: an evaluation may be late, and a resumed run repeats the steps after its
+        checkpoint.
+        """
         ...
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
-        """Take transcripts of a step; nothing becomes of them where a tracker does not say otherwise."""
+        """Record transcripts of a step. Without an implementation they are ignored."""
         del step, texts
 
     def close(self, failed: bool) -> None:
-        """Send what is left and mark the run as over; ``failed``: it ended early."""
+        """Send what is left and mark the run as finished. failed: it ended early."""
         ...
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Tells a tracker about the run. ``id`` is the same after a resumption and another one after a fresh start;
-    ``first_step`` is the next step to come; ``config`` what was asked for; ``past`` what a resumed run had reported of
-    the steps before."""
+    """Description of the run for a tracker."""
 
     run_dir: Path
     experiment: str
     trial: str
     id: str
+    """Identity of the run, which a resumption keeps and a fresh start changes."""
     first_step: int
+    """The next step."""
     config: Mapping[str, Any]
+    """Options of the run, nested."""
     past: Sequence[tuple[int, Mapping[str, float]]] = ()
+    """Metrics that a resumed run has reported for earlier steps."""
 
     @property
     def resumed(self) -> bool:
-        """Whether the run goes on from a checkpoint."""
+        """Whether the run continues from a checkpoint."""
         return self.first_step > 1
 
     def known(self, tracker: str) -> str | None:
-        """Return the name that a tracker has given to this run before, if it did."""
+        """Return the name that a tracker has given to this run earlier; None without one."""
         return _read_identity(self.run_dir).get(tracker)
 
     def remember(self, tracker: str, name: str) -> None:
-        """Keep the name that a tracker gives to this run, for its resumption."""
+        """Store the name that a tracker gives to this run, for a resumption."""
         _write_identity(self.run_dir, {**_read_identity(self.run_dir), tracker: name})
 
 
@@ -81,8 +86,10 @@ def run_info(
     past: Sequence[tuple[int, Mapping[str, float]]] = (),
     warn: Callable[[str], None] = lambda text: None,
 ) -> RunInfo:
-    """Return the facts of the run in a folder, with the id that it had before where it is resumed; ``warn`` is told
-    where that is not known any more. Raises OSError."""
+    """Return the description of the run in a folder; a resumed run keeps its id.
+
+    warn: called with a message if the id of a resumed run is lost. Raises OSError.
+    """
     known = _read_identity(run_dir) if completed_steps > 0 else {}
     if "id" not in known:
         if completed_steps > 0:
@@ -101,15 +108,15 @@ def finite(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
-def flat(config: Mapping[str, Any], start: str = "") -> dict[str, str]:
+def flatten_config(config: Mapping[str, Any], start: str = "") -> dict[str, str]:
     """Return a nested configuration as {dotted name: text}."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{start}{name}.")
+            texts |= flatten_config(value, f"{start}{name}.")
         else:
-            found[f"{start}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
-    return found
+            texts[f"{start}{name}"] = value if isinstance(value, str) else json.dumps(value, default=str)
+    return texts
 
 
 def _read_identity(run_dir: Path) -> dict[str, str]:
@@ -125,8 +132,10 @@ def _write_identity(run_dir: Path, names: Mapping[str, str]) -> None:
 
 
 class TensorBoardTracker(Tracker):
-    """Is the ``Tracker`` of TensorBoard. TensorBoard drops later points of an earlier, interrupted run when it reads
-    the file. Transcripts are not written."""
+    """``Tracker`` for TensorBoard. Transcripts are not written.
+
+    When TensorBoard reads the file, it drops the points of an interrupted run that a resumption repeats.
+    """
 
     def __init__(self, facts: RunInfo) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
@@ -138,7 +147,7 @@ class TensorBoardTracker(Tracker):
         )
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``; the file is flushed."""
+        """Record numbers and flush the file; see ``Tracker``."""
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[attr-defined]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
@@ -157,16 +166,19 @@ STEP = "step"
 
 
 class WandbTracker(Tracker):
-    """Is the ``Tracker`` of W&B. Every metric is drawn over ``step``, which W&B takes in any order; its own counter of
-    steps would refuse an evaluation that comes late. A resumed run has the id it had before. Offline, W&B keeps up to
-    32 KiB in memory and a killed run loses them: a resumed one writes again what its logs lack of the steps before its
-    checkpoint, and they forget the steps after it."""
+    """``Tracker`` for W&B.
+
+    Metrics are plotted over ``step``, which W&B accepts in any order; its own step counter would refuse a late
+    evaluation. A resumed run keeps its id. Offline, W&B buffers up to 32 KiB, which a killed run loses. A
+    resumed run therefore writes missing values of the steps before its checkpoint again, and
+    truncates its logs after it.
+    """
 
     def __init__(self, facts: RunInfo) -> None:
         import wandb  # type: ignore[import-not-found]
 
         self._wandb: Any = wandb
-        logs = logs_of(facts.run_dir, facts.id) if facts.resumed else []
+        logs = find_logs(facts.run_dir, facts.id) if facts.resumed else []
         self._run = wandb.init(
             dir=str(facts.run_dir),
             project=PROJECT,
@@ -179,7 +191,7 @@ class WandbTracker(Tracker):
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)
         if self._run.offline:
-            kept = taken_back(logs, facts.first_step, _parsed)
+            kept = truncate_logs(logs, facts.first_step, _parse_record)
             for step, values in facts.past:
                 lost = {name: value for name, value in values.items() if step not in kept.get(name, ())}
                 if lost:
@@ -199,7 +211,7 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=int(failed))
 
 
-def _parsed(data: bytes) -> Any:
+def _parse_record(data: bytes) -> Any:
     from wandb.proto import wandb_internal_pb2  # type: ignore[import-not-found]
 
     record: Any = wandb_internal_pb2.Record()
@@ -207,23 +219,29 @@ def _parsed(data: bytes) -> Any:
     return record
 
 
-_HEADER, _PIECE, _BLOCK = 7, 7, 32768
-_WHOLE, _FIRST, _LAST = 1, 2, 4
+# Format of W&B's logs (that of LevelDB): see ``_iterate_records``.
+_HEADER = 7
+_PIECE = 7
+_BLOCK = 32768
+_WHOLE = 1
+_FIRST = 2
+_LAST = 4
 _SYNCED = ".synced"
-"""W&B marks a log that was sent by an empty file of its name with this at the end."""
+"""Suffix of the empty file by which W&B marks a log that was sent."""
 Parse = Callable[[bytes], Any]
-"""Turns the bytes of a record into a message of W&B."""
+"""Bytes of a record -> protobuf message of W&B."""
 
 
-def logs_of(run_dir: Path, run: str) -> list[Path]:
+def find_logs(run_dir: Path, run: str) -> list[Path]:
     """Return the offline logs of a run, oldest first."""
     return sorted((run_dir / "wandb").glob(f"offline-run-*-{run}/run-{run}.wandb"))
 
 
-def taken_back(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[str, set[int]]:
-    """Return the steps of each metric that the logs hold, and cut off what they hold from ``first_step`` on, which the
-    resumed run makes again. A log that was sent already is left as it is, and so is one that cannot be understood:
-    its steps count as lost."""
+def truncate_logs(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[str, set[int]]:
+    """Truncate logs before ``first_step``, from which a resumed run repeats; return the steps left of each metric.
+
+    A log that was sent is not changed, nor one that cannot be parsed, whose steps count as lost.
+    """
     kept: dict[str, set[int]] = {}
     for log in logs:
         try:
@@ -238,9 +256,12 @@ def taken_back(logs: Sequence[Path], first_step: int, parse: Parse) -> dict[str,
 
 
 def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[int]], int | None]:
-    """Return the steps of each metric, and where the record of the first step to be made again begins."""
+    """Return the steps of each metric before ``first_step``, and the offset of the first record after them.
+
+    The offset is None if there is no such record.
+    """
     kept: dict[str, set[int]] = {}
-    for begin, data in _records(log):
+    for begin, data in _iterate_records(log):
         record = parse(data)
         if not record.HasField("history"):
             continue
@@ -255,24 +276,28 @@ def _read_log(log: bytes, first_step: int, parse: Parse) -> tuple[dict[str, set[
     return kept, None
 
 
-def _records(log: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield where each whole record begins, and its bytes.
+def _iterate_records(log: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset and the bytes of each complete record.
 
-    A log is a header of 7 bytes, then records in blocks of 32 KiB. Each piece of a record stands behind 7 bytes: a
-    checksum (4), its length (2) and its kind (1: whole, 2: first, 3: middle, 4: last). A killed process leaves the
-    beginning of a record at the end.
+    A log is a header of 7 bytes, then records in blocks of 32 KiB. Each piece of a record follows 7 bytes: a
+    checksum (4), its length (2) and its kind (1: whole, 2: first, 3: middle, 4: last). After a kill the
+    last record may be incomplete.
     """
-    at, begin, held = _HEADER, _HEADER, b""
+    at = _HEADER
+    begin = _HEADER
+    held = b""
     while at + _PIECE <= len(log):
         left = _BLOCK - at % _BLOCK
         if left < _PIECE:
             at += left
             continue
-        size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        size = int.from_bytes(log[at + 4 : at + 6], "little")
+        kind = log[at + 6]
         if not _WHOLE <= kind <= _LAST or at + _PIECE + size > len(log):
             return
         if kind in (_WHOLE, _FIRST):
-            begin, held = at, b""
+            begin = at
+            held = b""
         held += log[at + _PIECE : at + _PIECE + size]
         if kind in (_WHOLE, _LAST):
             yield begin, held
@@ -280,8 +305,10 @@ def _records(log: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 class TrackioTracker(Tracker):
-    """Is the ``Tracker`` of Trackio: a project for each experiment name. A run is known by its name there, so the name
-    has the run's id, and a resumed run goes on under it. Transcripts are not sent."""
+    """``Tracker`` for Trackio, with a project for each experiment name. Transcripts are not sent.
+
+    Trackio identifies a run by its name, so the name contains the run's id, and a resumed run keeps it.
+    """
 
     def __init__(self, facts: RunInfo) -> None:
         import trackio  # type: ignore[import-not-found]
@@ -289,7 +316,7 @@ class TrackioTracker(Tracker):
         self._run: Any = trackio.init(
             project=facts.experiment,
             name=f"{facts.trial}-{facts.id[:8]}",
-            config=flat(facts.config),
+            config=flatten_config(facts.config),
             resume="allow",
             embed=False,
         )
@@ -305,15 +332,24 @@ class TrackioTracker(Tracker):
 
 
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]", re.ASCII)
-_LONGEST_NAME, _LONGEST_VALUE, _MOST_PARAMETERS, _MOST_METRICS = 250, 500, 100, 900
-NAME, _TAG = "mlflow", "realhf.id"
+# Limits of MLflow's requests.
+_LONGEST_NAME = 250
+_LONGEST_VALUE = 500
+_MOST_PARAMETERS = 100
+_MOST_METRICS = 900
+NAME = "mlflow"
+_TAG = "realhf.id"
+"""Tag by which a run is found in MLflow."""
 
 
 class MlflowTracker(Tracker):
-    """Is the ``Tracker`` of MLflow: an experiment for each experiment name, a run for each trial. A resumed run is the
-    run it was before, and what a killed process had not sent is sent again. What it had sent of steps after the
-    checkpoint is taken back in a store of the run's own; MLflow has no request for that, so a server keeps those values
-    beside the new ones. Parameters are those the run began with; ``config.yaml`` is an artifact of its own."""
+    """``Tracker`` for MLflow, with an experiment for each experiment name and a run for each trial.
+
+    A resumed run continues the same MLflow run, and sends again what a killed process had not sent. Values of
+    steps after the checkpoint are deleted from a local store; MLflow has no request for that, so a server
+    keeps them in addition to the new ones. Parameters are those of the first launch; ``config.yaml`` is an
+    artifact.
+    """
 
     def __init__(self, facts: RunInfo) -> None:
         import mlflow  # type: ignore[import-not-found]
@@ -325,15 +361,15 @@ class MlflowTracker(Tracker):
         own = None if mlflow.is_tracking_uri_set() else _own_store(facts.run_dir / "mlflow", MlflowClient)
         self._client: Any = MlflowClient(tracking_uri=own and _address(own))
         known = facts.known(NAME) if facts.resumed else None
-        self._run = known or self._begin(facts, own and f"{own.parent.absolute().as_uri()}/artifacts")
+        self._run = known or self._find_or_create_run(facts, own and f"{own.parent.absolute().as_uri()}/artifacts")
         if facts.resumed:
             if own is not None:
-                _take_back(own, self._run, facts.first_step)
+                _delete_steps(own, self._run, facts.first_step)
             self._client.update_run(self._run, status="RUNNING")
-            self._send_lost(facts.past)
+            self._resend_lost(facts.past)
 
-    def _begin(self, facts: RunInfo, artifacts: str | None) -> str:
-        """Return the run with the id of the facts, made anew where there is none."""
+    def _find_or_create_run(self, facts: RunInfo, artifacts: str | None) -> str:
+        """Return the name of the run with this id, after creating it if it does not exist."""
         known = self._client.get_experiment_by_name(facts.experiment)
         experiment = known.experiment_id if known is not None else None
         if experiment is None:
@@ -341,7 +377,9 @@ class MlflowTracker(Tracker):
         made = self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{facts.id}'")
         run = made[0] if made else self._client.create_run(experiment, run_name=facts.trial, tags={_TAG: facts.id})
         name = run.info.run_id
-        parameters = [self._param(_name(name), value[:_LONGEST_VALUE]) for name, value in flat(facts.config).items()]
+        parameters = [
+            self._param(_name(name), value[:_LONGEST_VALUE]) for name, value in flatten_config(facts.config).items()
+        ]
         for start in range(0, len(parameters), _MOST_PARAMETERS):
             self._client.log_batch(name, params=parameters[start : start + _MOST_PARAMETERS])
         if facts.config:
@@ -349,25 +387,25 @@ class MlflowTracker(Tracker):
         facts.remember(NAME, name)
         return name
 
-    def _send_lost(self, past: Sequence[tuple[int, Mapping[str, float]]]) -> None:
-        """Send what the run had reported before and the store lacks: a killed process loses what it had not sent."""
-        there: dict[str, set[int]] = {}
+    def _resend_lost(self, past: Sequence[tuple[int, Mapping[str, float]]]) -> None:
+        """Send the earlier values that the store lacks, since a killed process had not sent them."""
+        stored_steps: dict[str, set[int]] = {}
         for step, values in past:
-            for name in values.keys() - there.keys():
-                there[name] = {metric.step for metric in self._client.get_metric_history(self._run, _name(name))}
-            lost = {name: value for name, value in values.items() if step not in there[name]}
+            for name in values.keys() - stored_steps.keys():
+                stored_steps[name] = {metric.step for metric in self._client.get_metric_history(self._run, _name(name))}
+            lost = {name: value for name, value in values.items() if step not in stored_steps[name]}
             if lost:
                 self.metrics(step, lost)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """See ``Tracker``. Characters that MLflow does not take in names become underscores."""
+        """Send numbers; see ``Tracker``. Characters that MLflow does not allow in names become underscores."""
         now = int(time.time() * 1000)
-        found = [self._metric(_name(name), value, now, step) for name, value in values.items()]
-        for start in range(0, len(found), _MOST_METRICS):
-            self._client.log_batch(self._run, metrics=found[start : start + _MOST_METRICS])
+        metrics = [self._metric(_name(name), value, now, step) for name, value in values.items()]
+        for start in range(0, len(metrics), _MOST_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[start : start + _MOST_METRICS])
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
-        """Keep the transcripts as a text file among the artifacts."""
+        """Store the transcripts as a text artifact."""
         self._client.log_text(self._run, "\n\n".join(texts), f"rollouts/step-{step:06d}.txt")
 
     def close(self, failed: bool) -> None:
@@ -376,13 +414,16 @@ class MlflowTracker(Tracker):
 
 
 def _own_store(folder: Path, client: Callable[..., Any]) -> Path:
-    """Return the store in a folder, made whole under another name where there is none: MLflow cannot open one whose
-    tables it was making when it was killed."""
-    store, partial = folder / "mlflow.db", folder / "mlflow.db.partial"
+    """Return the store in a folder, after creating it if it does not exist.
+
+    It is created under another name and renamed: MLflow cannot open a store after a kill during its creation.
+    """
+    store = folder / "mlflow.db"
+    partial = folder / "mlflow.db.partial"
     folder.mkdir(exist_ok=True)
     if not store.exists():
-        for left in folder.glob(f"{partial.name}*"):
-            left.unlink()
+        for old_file in folder.glob(f"{partial.name}*"):
+            old_file.unlink()
         client(tracking_uri=_address(partial))
         if partial.exists():
             partial.rename(store)
@@ -393,11 +434,11 @@ _LATEST_OF_THE_REST = """
 INSERT OR IGNORE INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid)
 SELECT key, value, timestamp, MAX(step), is_nan, run_uuid FROM metrics WHERE run_uuid = ? GROUP BY key
 """
-"""A metric whose last value was taken back has the one before: MLflow shows no metric without a latest value."""
+"""Sets the latest value of metrics whose last steps were deleted; MLflow shows no metric without one."""
 
 
-def _take_back(store: Path, run: str, first_step: int) -> None:
-    """Remove the metrics of steps that a resumed run makes again. A store of another layout keeps them."""
+def _delete_steps(store: Path, run: str, first_step: int) -> None:
+    """Delete the metrics of steps that a resumed run repeats. A store with another schema keeps them."""
     with suppress(sqlite3.Error), closing(sqlite3.connect(store, timeout=30.0)) as connection, connection:
         for table in ("metrics", "latest_metrics"):
             connection.execute(f"DELETE FROM {table} WHERE run_uuid = ? AND step >= ?", (run, first_step))
@@ -409,30 +450,33 @@ def _address(store: Path) -> str:
 
 
 def _name(name: str) -> str:
-    """Return a name that MLflow takes: it reads names as paths, which must neither leave their folder nor begin with a
-    slash."""
+    """Return a name that MLflow allows.
+
+    MLflow treats names as paths, which must not leave their folder nor begin with a slash.
+    """
     parts = [part for part in _NOT_ALLOWED.sub("_", name).split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:_LONGEST_NAME] or "_"
 
 
-Open = Callable[[RunInfo], Tracker]
-ADAPTERS: Mapping[str, Open] = {
+OpenTracker = Callable[[RunInfo], Tracker]
+ADAPTERS: Mapping[str, OpenTracker] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "trackio": TrackioTracker,
     "mlflow": MlflowTracker,
 }
 CLOSE_S = 60.0
-"""How long the end of a run waits for all trackers together, in seconds; what is left then is not sent."""
-MOST_WAITING = 10_000
-"""Entries that wait for a tracker; one that is further behind is given up."""
+"""Seconds that the end of a run waits for all trackers together; the rest is not sent."""
+MAX_QUEUED = 10_000
+"""Maximum number of queued entries of a tracker; one that is further behind is dropped."""
 
 
 class TrackerStream:
-    """Takes the metrics of a run, opened at ``completed_steps``; ``past`` are those of the steps before.
+    """Distributor of a run's metrics to its trackers.
 
-    ``warn`` is told of a tracker that fails, once for each, on the thread that calls ``poll``, ``metrics`` or
-    ``close``. Raises RuntimeError where a tracker's package is not installed.
+    completed_steps: 0 for a fresh start. past: metrics of the steps before. warn: called once for each
+    tracker that fails, on the thread that calls ``poll``, ``metrics`` or ``close``. Raises RuntimeError if
+    a tracker's package is not installed.
     """
 
     def __init__(
@@ -443,7 +487,7 @@ class TrackerStream:
         completed_steps: int,
         warn: Callable[[str], None],
         past: Sequence[tuple[int, Mapping[str, Any]]] = (),
-        adapters: Mapping[str, Open] = ADAPTERS,
+        adapters: Mapping[str, OpenTracker] = ADAPTERS,
     ) -> None:
         names = list(dict.fromkeys(names))
         for name in names:
@@ -455,10 +499,10 @@ class TrackerStream:
         self._lanes = [_TrackerThread(name, adapters[name], facts) for name in names if facts is not None]
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send numbers of a step; those that are not finite are left out."""
-        found = finite(values)
+        """Send the finite numbers of a step."""
+        numbers = finite(values)
         for lane in self._lanes:
-            lane.put(lambda tracker: tracker.metrics(step, found), step)
+            lane.put(lambda tracker: tracker.metrics(step, numbers), step)
         self.poll()
 
     def rollouts(self, step: int, texts: Sequence[str]) -> None:
@@ -469,7 +513,7 @@ class TrackerStream:
         self.poll()
 
     def poll(self) -> None:
-        """Tell of trackers that have failed since the last call."""
+        """Warn of trackers that have failed since the last call, and drop them."""
         for lane in [lane for lane in self._lanes if lane.problem]:
             self._lanes.remove(lane)
             lost = "" if lane.step is None else f"; it lacks what came from step {lane.step} on"
@@ -488,15 +532,16 @@ class TrackerStream:
 
 
 class _TrackerThread:
-    """The thread of one tracker and what waits for it."""
+    """Thread and queue of one tracker."""
 
-    def __init__(self, name: str, open_tracker: Open, facts: RunInfo) -> None:
-        self.name, self.problem = name, ""
+    def __init__(self, name: str, open_tracker: OpenTracker, facts: RunInfo) -> None:
+        self.name = name
+        self.problem = ""
         self.step: int | None = facts.first_step
-        """Step of the entry in work, which is the first one that is lost when the tracker fails; None at its end."""
-        self._waiting: queue.Queue[tuple[int | None, Callable[[Tracker], None] | None]] = queue.Queue(MOST_WAITING)
+        """Step of the entry being sent, the first one lost if the tracker fails; None at the end."""
+        self._waiting: queue.Queue[tuple[int | None, Callable[[Tracker], None] | None]] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(
-            target=self._work, args=(open_tracker, facts), name=f"tracker {name}", daemon=True
+            target=self._run_tracker, args=(open_tracker, facts), name=f"tracker {name}", daemon=True
         )
         self._thread.start()
 
@@ -504,14 +549,14 @@ class _TrackerThread:
         try:
             self._waiting.put_nowait((step, entry))
         except queue.Full:
-            self.problem = self.problem or f"it is {MOST_WAITING} entries behind"
+            self.problem = self.problem or f"it is {MAX_QUEUED} entries behind"
 
     def join(self, within_s: float) -> None:
         self._thread.join(within_s)
         if self._thread.is_alive() and not self.problem:
             self.problem = f"it was not done {CLOSE_S:.0f} s after the end of the run"
 
-    def _work(self, open_tracker: Open, facts: RunInfo) -> None:
+    def _run_tracker(self, open_tracker: OpenTracker, facts: RunInfo) -> None:
         try:
             tracker = open_tracker(facts)
             while not self.problem:
@@ -520,5 +565,5 @@ class _TrackerThread:
                 if entry is None:
                     return
                 entry(tracker)
-        except BaseException as error:  # whatever a foreign package raises, SystemExit included, concerns it alone
+        except BaseException as error:  # an error of a foreign package, including SystemExit, must not end the run
             self.problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]

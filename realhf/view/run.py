@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.passport import PASSPORT_FILE, told
-from realhf.monitor.advisories import advise, index_of
+from realhf.monitor.advisories import advise, index_rollouts
 from realhf.monitor.provenance import LAUNCH, PROVENANCE_FILE, effective_options, launches
 from realhf.monitor.run_files import DEATHS_FILE, EVALUATIONS_FILE, NONFINITE_FILE, PLACEMENTS_FILE, HostLanes, deaths
 from realhf.monitor.run_log import METRICS_FILE
@@ -202,7 +202,7 @@ class Run:
         evaluations = [
             (int(step), report) for step, report in reports if str(step).isdecimal() and isinstance(report, dict)
         ]
-        index = index_of(self.rollouts.index())
+        index = index_rollouts(self.rollouts.index())
         bound = number_or_none(run_config(self.folder).get("async_rl.max_head_offpolicyness", ""))
         rows = list(self.metrics.rows)
         known = effective_options(read_json(self.folder / PROVENANCE_FILE))

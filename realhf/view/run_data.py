@@ -21,7 +21,7 @@ from realhf.base.files import LineTail
 from realhf.monitor.metrics import public_names
 from realhf.monitor.run_files import HostLanes
 from realhf.monitor.run_log import METRICS_FILE
-from realhf.monitor.trace import COMPLETE, INSTANT, TAIL_BYTES, TraceEvent, place_of, trace_files
+from realhf.monitor.trace import COMPLETE, INSTANT, TAIL_BYTES, TraceEvent, display_rank, trace_files
 
 _ALIGNED = 8
 _KINDS = {"float64": "f64", "float32": "f32", "int32": "i32", "uint32": "u32", "uint16": "u16", "uint8": "u8"}
@@ -229,5 +229,5 @@ def _in_order(processes: Mapping[int, str], hosts: HostLanes) -> list[dict[str, 
     which stands before its name."""
     rows = [(hosts.at(name, _LATEST), pid, name) for pid, name in processes.items()]
     order = {host: place for place, host in enumerate(hosts.hosts)}
-    rows.sort(key=lambda row: (order.get(row[0], -1), place_of(row[2]), row[1]))
+    rows.sort(key=lambda row: (order.get(row[0], -1), display_rank(row[2]), row[1]))
     return [{"pid": pid, "name": f"{host} · {name}" if host else name} for host, pid, name in rows]

@@ -23,7 +23,7 @@ from realhf.monitor.events import EventStream
 from realhf.monitor.run_files import EVALUATIONS_FILE, Evaluations
 from realhf.monitor.run_log import METRICS_FILE, RunLog
 from realhf.monitor.summary import write_summary
-from realhf.monitor.trace import TRACE_FILE, TraceWriter, file_of, merge_traces
+from realhf.monitor.trace import TRACE_FILE, TraceWriter, merge_traces, trace_path
 from realhf.monitor.trackers import IDENTITY_FILE, run_info
 from realhf.view.report import REPORT_FILE, write_report
 from tests.dataflow.checkpoints import save
@@ -79,7 +79,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_other(tmp_path, 
     """The half of the new one used to lie beside it until the next one was written."""
     (tmp_path / METRICS_FILE).write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 4)))
     (tmp_path / IDENTITY_FILE).write_text('{"id": "ab"}')
-    with TraceWriter(file_of(tmp_path, "master"), "master") as writer:
+    with TraceWriter(trace_path(tmp_path, "master"), "master") as writer:
         writer.instant("weights", version=2)
     write = WRITERS[name]
     write(tmp_path)

@@ -131,7 +131,7 @@ def test_a_key_that_is_taken_away_while_the_file_is_read_anew_stays_away():
     """The endpoint reads it on threads of its own."""
     known = KnownHosts(None)
     key = known.draw(["a"]).hosts["a"].public
-    taking = threading.Thread(target=known.take_away, args=("a",))
+    taking = threading.Thread(target=known.revoke, args=("a",))
 
     class Meanwhile(set[str]):
         """Is looked into, and has something new a moment later."""

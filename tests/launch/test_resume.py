@@ -25,7 +25,7 @@ from realhf.launch.checks import check_config
 from realhf.launch.compose import compose_config
 from realhf.launch.resume import check_resume, plain_options, resume_line
 from realhf.launch.run import RUN_FILES, removable, unknown_files
-from realhf.monitor.provenance import launches, listed_changes, record_launch
+from realhf.monitor.provenance import describe_changes, launches, record_launch
 from realhf.registry import registered_names
 from tests.dataflow.checkpoints import save
 
@@ -109,7 +109,7 @@ def test_random_changes_are_free_told_or_refused_as_their_fields_say(tmp_path):
             continue
         resumption = check_resume(changed.config)
         assert resumption is not None and resumption.completed_steps == 5
-        told = listed_changes(resumption.values)
+        told = describe_changes(resumption.values)
         assert (f"{found.name}=" in told) == (found.option.on_resume == "warns"), found.name
         assert [change.name for change in resumption.changed] == ([found.name] if told else [])
     assert set(seen) == {"free", "warns", "refuses"} and min(seen.values()) >= 5, seen
@@ -151,7 +151,7 @@ def test_a_second_launch_with_another_learning_rate_never_reports_the_first_ones
     assert "is complete with 14 steps, so other options have no effect: actor.optimizer.lr=" in told
     resumption = check_resume(compose_config([*options, "total_train_steps=20", *rates]).config)
     assert resumption and resumption.completed_steps == 14
-    said = listed_changes(resumption.values)
+    said = describe_changes(resumption.values)
     assert "-> 0.01" in said and "critic.optimizer.lr=null -> 0.02" in said
     with pytest.raises(ConfigError, match=r"other options: warm_start\.optimizer\.lr="):
         check_resume(compose_config([*options, "total_train_steps=20", "warm_start.optimizer.lr=0.01"]).config)
@@ -165,7 +165,7 @@ def test_options_that_come_too_late_are_refused_and_more_steps_are_not(tmp_path)
         check_resume(config)
     config.total_train_steps += 5
     resumption = check_resume(config)
-    assert resumption and "total_train_steps=" in listed_changes(resumption.values)
+    assert resumption and "total_train_steps=" in describe_changes(resumption.values)
     config.warm_start.optimizer.lr *= 2
     with pytest.raises(ConfigError, match=r"warm_start\.optimizer\.lr="):
         check_resume(config)

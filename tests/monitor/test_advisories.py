@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from realhf.monitor.advisories import advise, index_of
+from realhf.monitor.advisories import advise, index_rollouts
 from realhf.monitor.advisory_rules import RULES, SEVERITIES
 from realhf.monitor.rollouts.format import PlayLine
 from realhf.monitor.rollouts.reader import Row
@@ -236,4 +236,4 @@ def test_a_rollout_with_several_conversations_is_judged_once():
     plays = [
         PlayLine(id=f"s@0/{row}", time=0.0, step=1, task="t", branch=branch) for row, branch in enumerate((None, 0, 0))
     ]
-    assert len(index_of([Row(play, None) for play in plays])) == 1
+    assert len(index_rollouts([Row(play, None) for play in plays])) == 1

@@ -18,11 +18,11 @@ from realhf.monitor.provenance import read_config
 from realhf.monitor.run_log import RunLog
 from realhf.monitor.summary import (
     build_summary,
+    counter_increase,
     flatten_rollouts,
     is_asynchronous,
     rollout_labels,
     rollout_summary,
-    total_counted,
 )
 from realhf.monitor.trace import open_trace
 
@@ -145,8 +145,8 @@ def test_a_log_without_steps_says_now_and_then_what_the_rollouts_do(monkeypatch:
 
 def test_counters_go_on_over_a_resumption():
     rows = [{"n": 3.0}, {"n": 5.0}, {}, {"n": 1.0}, {"n": 2.0}]
-    assert total_counted(rows, "n") == 7
-    assert total_counted(rows, "absent") == 0
+    assert counter_increase(rows, "n") == 7
+    assert counter_increase(rows, "absent") == 0
 
 
 def test_the_summary_of_an_asynchronous_run():

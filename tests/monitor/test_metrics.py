@@ -9,12 +9,12 @@ import pytest
 from realhf.monitor.metrics import (
     SECTIONS,
     Metric,
-    _pattern,
-    calls_of,
+    _compile_pattern,
+    choose_calls,
     evaluation_metrics,
-    page,
     public_name,
     public_names,
+    render_page,
     success_by_group,
 )
 
@@ -25,12 +25,12 @@ GENERAL_LAST = sorted(METRICS, key=lambda metric: (metric.name.startswith("<call
 
 def metric_of(name: str) -> Metric | None:
     """The entry that describes a public name, the one with the fewest placeholders; None where no table has it."""
-    return next((metric for metric in GENERAL_LAST if _pattern(metric.name).fullmatch(name)), None)
+    return next((metric for metric in GENERAL_LAST if _compile_pattern(metric.name).fullmatch(name)), None)
 
 
 def test_the_page_is_that_of_the_tables() -> None:
     """``python -m realhf.monitor.metrics > docs/metrics.md`` makes it again."""
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == page()
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == render_page()
 
 
 def test_a_name_and_what_it_is_made_from_occur_once() -> None:
@@ -67,7 +67,7 @@ def test_names_that_hold_a_call() -> None:
 
 def test_an_algorithm_of_ones_own() -> None:
     """Its only train call is the policy's whatever its name; what no table knows keeps the name of the call."""
-    calls = calls_of(["critic_train", "learn"], ["act"])
+    calls = choose_calls(["critic_train", "learn"], ["act"])
     assert calls == {"policy_call": "learn", "rollout_call": "act"}
     row = {"learn/loss": 1.0, "learn/sure": 2.0, "act/reward": 3.0, "act/env_seconds": 4.0, "critic_train/loss": 5.0}
     assert public_names(row, **calls) == {
@@ -77,7 +77,7 @@ def test_an_algorithm_of_ones_own() -> None:
         "time/part/act/environment": 4.0,
         "critic/loss": 5.0,
     }
-    assert calls_of(["a", "b"], []) == {"policy_call": "actor_train", "rollout_call": "actor_gen"}
+    assert choose_calls(["a", "b"], []) == {"policy_call": "actor_train", "rollout_call": "actor_gen"}
     assert public_names({"a/loss": 1.0, "b/loss": 2.0}) == {"a/loss": 1.0, "b/loss": 2.0}
 
 

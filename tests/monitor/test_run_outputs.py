@@ -24,7 +24,7 @@ from realhf.monitor.metrics import success_by_group
 from realhf.monitor.provenance import package_versions
 from realhf.monitor.run_files import Evaluations
 from realhf.monitor.run_log import RunLog, flatten_step, read_metrics
-from realhf.monitor.summary import build_summary, held_out_table, time_split
+from realhf.monitor.summary import build_held_out_table, build_summary, time_split
 
 ROW = {
     "step": 3,
@@ -110,10 +110,10 @@ def test_the_closing_table_shows_change_and_number_of_episodes():
     before["sampled"]["overall"]["episodes"] = 100
     summary = build_summary([ROW], before, report(0.7), wall_seconds=1.0, train_calls=[])
     console = Console(file=io.StringIO(), width=120)
-    console.print(held_out_table(summary))
+    console.print(build_held_out_table(summary))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "100, 400" in text and "40.0 % [30, 50]" in text and "70.0 % [60, 80]" in text and "+30.0" in text
-    assert held_out_table(build_summary([ROW], None, None, wall_seconds=1.0, train_calls=[])) is None
+    assert build_held_out_table(build_summary([ROW], None, None, wall_seconds=1.0, train_calls=[])) is None
 
 
 def test_groups_that_one_evaluation_has_alone_do_not_break_the_closing_table():
@@ -122,7 +122,7 @@ def test_groups_that_one_evaluation_has_alone_do_not_break_the_closing_table():
     before, after = ({"sampled": {"overall": one, name: one}, "greedy": {}} for name in ("early", "late"))
     summary = build_summary([ROW], before, after, wall_seconds=1.0, train_calls=[])
     console = Console(file=io.StringIO(), width=120)
-    console.print(held_out_table(summary))
+    console.print(build_held_out_table(summary))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert all(name in text for name in ("early, sampled", "late, sampled", "+0.0", "40"))
 
@@ -143,7 +143,7 @@ def test_a_group_drives_no_terminal():
     found = {"sampled": {"overall": entry, "[/b]\x1b[2J": entry}, "greedy": {}}
     summary = build_summary([ROW], found, found, wall_seconds=1.0, train_calls=[])
     console = Console(file=io.StringIO(), width=140, force_terminal=True)
-    console.print(held_out_table(summary))
+    console.print(build_held_out_table(summary))
     display = LiveDisplay(console, "grpo/x")
     display.show({"kind": "step", "step": 3, "total": 60, "metrics": {**ROW, "success/[/c]\x1b[2J": 0.5}})
     display.show({"kind": "activity", "calls": ["d\x1b[2J"], "resident": 4, "capacity": 16})
@@ -163,7 +163,7 @@ def test_a_run_log_remembers_where_it_began(tmp_path: Path):
     log.evaluation(0, report(0.4))
     for step in (1, 2, 3):
         log.step(step, {**ROW, "step": step}, ["a transcript"])
-    log.skipped(2, "actor_train", ["a", "b"], {"loss": float("nan")})
+    log.record_skipped(2, "actor_train", ["a", "b"], {"loss": float("nan")})
     log.evaluation(3, report(0.6))
     log.finish(wall_seconds=5.0, train_calls=["actor_train"])
     kinds = [parse_event(line)["kind"] for line in stream.getvalue().splitlines()]  # type: ignore[index]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from realhf.monitor import trace
 from realhf.monitor.run_files import PLACEMENTS_FILE, HostLanes, Placement, note_placement
-from realhf.monitor.trace import Lanes, TraceWriter, file_of, line_number, merge_traces, process_number
+from realhf.monitor.trace import Lanes, TraceWriter, line_number, merge_traces, process_number, trace_path
 
 MS = 1_000_000
 
@@ -38,7 +38,7 @@ def names(events: list[dict[str, Any]], kind: str) -> dict[int, str]:
 
 
 def writer(run_dir: Path, process: str, **options: Any) -> TraceWriter:
-    return TraceWriter(file_of(run_dir, process), process, **options)
+    return TraceWriter(trace_path(run_dir, process), process, **options)
 
 
 def test_two_processes_become_one_file(tmp_path: Path):
@@ -161,7 +161,7 @@ while True:
 
 
 def test_what_was_written_outlives_a_kill_and_the_next_process_goes_on(tmp_path: Path):
-    path = file_of(tmp_path, "rollout_worker/0")
+    path = trace_path(tmp_path, "rollout_worker/0")
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None and child.stdout.readline() == b"going\n"

@@ -21,7 +21,7 @@ from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from realhf.monitor.rollouts.format import FORMAT, PLAY, Header, PlayLine
 from realhf.monitor.rollouts.writer import Shards
 from realhf.monitor.run_files import note_placement
-from realhf.monitor.trace import TraceWriter, file_of
+from realhf.monitor.trace import TraceWriter, trace_path
 from realhf.view.run import Run
 from realhf.view.run_data import RunSpans
 from realhf.view.run_folder import is_locked
@@ -407,7 +407,7 @@ def unpacked(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def test_spans_carry_their_names_and_only_new_ones_are_sent(tmp_path: Path):
-    tracer = TraceWriter(file_of(tmp_path, "model_worker/0"), "model_worker/0")
+    tracer = TraceWriter(trace_path(tmp_path, "model_worker/0"), "model_worker/0")
     tracer.record("train/actor_train", 10_000_000_000, 12_000_000_000)
     tracer.record("sample", 11_000_000_000, 11_500_000_000, line="player 1", id="s-7")
     tracer.instant("step", step=4)
@@ -427,7 +427,7 @@ def test_spans_carry_their_names_and_only_new_ones_are_sent(tmp_path: Path):
 
 def test_processes_of_several_hosts_stand_by_their_host(tmp_path: Path):
     for process in ("rollout_worker/0", "model_worker/0", "master"):
-        TraceWriter(file_of(tmp_path, process), process).close()
+        TraceWriter(trace_path(tmp_path, process), process).close()
     for host, process in (("b", "rollout_worker/0"), ("b", "model_worker/0"), ("c", "rollout_worker/0")):
         note_placement(tmp_path, host, process)
     header, _ = unpacked(RunSpans(tmp_path).packed(0, 0))

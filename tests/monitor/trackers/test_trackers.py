@@ -16,7 +16,16 @@ from realhf.api.config import TRACKERS, MonitorConfig
 from realhf.monitor import trackers
 from realhf.monitor.events import EventStream
 from realhf.monitor.run_log import RunLog
-from realhf.monitor.trackers import ADAPTERS, RunInfo, TrackerStream, _name, flat, logs_of, run_info, taken_back
+from realhf.monitor.trackers import (
+    ADAPTERS,
+    RunInfo,
+    TrackerStream,
+    _name,
+    find_logs,
+    flatten_config,
+    run_info,
+    truncate_logs,
+)
 
 PATIENCE_S = 60.0
 
@@ -78,7 +87,7 @@ def test_one_that_fails_is_left_out_and_named_once(tmp_path: Path) -> None:
 
 def test_one_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "CLOSE_S", 0.05)
-    monkeypatch.setattr(trackers, "MOST_WAITING", 5)
+    monkeypatch.setattr(trackers, "MAX_QUEUED", 5)
     release, warnings = threading.Event(), list[str]()
 
     def hang(facts: RunInfo) -> Kept:
@@ -120,7 +129,7 @@ def test_every_choice_has_an_adapter() -> None:
 
 
 def test_a_configuration_becomes_flat_and_names_stay_in_their_folder() -> None:
-    assert flat({"a": {"b": 1, "c": {}}, "d": [1, "x"], "e": "t"}) == {
+    assert flatten_config({"a": {"b": 1, "c": {}}, "d": [1, "x"], "e": "t"}) == {
         "a.b": "1",
         "a.c": "{}",
         "d": '[1, "x"]',
@@ -188,11 +197,11 @@ ROWS = [{"step": step, "loss": 0.5, "text": "x" * 15_000} for step in range(1, 8
 def test_steps_that_are_made_again_are_cut_off_and_those_before_are_known(tmp_path: Path) -> None:
     log = write(tmp_path, log_of(*ROWS) + b"torn")
     later = write(tmp_path, log_of({"config": 1}, {"step": 3, "late": 1.0}), at="20260102_000000")
-    assert logs_of(tmp_path, "abc") == [log, later] and logs_of(tmp_path, "ab") == []
-    kept = taken_back([log, later], 5, parse)
+    assert find_logs(tmp_path, "abc") == [log, later] and find_logs(tmp_path, "ab") == []
+    kept = truncate_logs([log, later], 5, parse)
     assert kept["loss"] == {1, 2, 3, 4} and kept["late"] == {3}
     assert log.read_bytes() == log_of(*ROWS[:4])
-    assert taken_back([log, later], 5, parse) == kept
+    assert truncate_logs([log, later], 5, parse) == kept
 
 
 @pytest.mark.parametrize("fault", ["sent", "nonsense", "gone"])
@@ -203,5 +212,5 @@ def test_a_log_that_is_not_ours_to_cut_stays(tmp_path: Path, fault: str) -> None
         log.with_name("run-abc.wandb.synced").touch()
     if fault == "gone":
         log.unlink()
-    assert set(taken_back([log], 5, parse)) == ({"step", "loss", "text"} if fault == "sent" else set())
+    assert set(truncate_logs([log], 5, parse)) == ({"step", "loss", "text"} if fault == "sent" else set())
     assert fault == "gone" or log.read_bytes() == content
