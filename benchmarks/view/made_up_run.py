@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.monitor.rollouts.format import FORMAT, PLAY, TRAIN, Header, PlayLine, TrainLine, encode_record
-from realhf.monitor.rollouts.writer import Shards
+from realhf.monitor.rollouts.writer import ShardWriter
 
 GROUP = 8
 GROUPS_OF_A_STEP = 16
@@ -54,7 +54,7 @@ class MadeUpRun:
         (folder / "config.yaml").write_text(f"experiment: made_up\nseed: {seed}\nppo:\n  lr: {seed / 1000}\n")
         header = {"rollouts": FORMAT, "writer": f"made-up-{seed}", "worker": "made-up/0", "began": time.time()}
         self._shards = {
-            family: Shards(folder / "rollouts", Header(family=family, **header)) for family in (PLAY, TRAIN)
+            family: ShardWriter(folder / "rollouts", Header(family=family, **header)) for family in (PLAY, TRAIN)
         }
 
     def add_step(self, n_groups: int = GROUPS_OF_A_STEP, of: int = 100, *, train: bool = True) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.view.made_up_run import HOSTILE, MadeUpRun
 from realhf.monitor.rollouts.format import FORMAT, PLAY, Header, PlayLine
-from realhf.monitor.rollouts.writer import Shards
+from realhf.monitor.rollouts.writer import ShardWriter
 from realhf.monitor.run_files import note_placement
 from realhf.monitor.trace import TraceWriter, trace_path
 from realhf.view.run import Run
@@ -319,7 +319,7 @@ def test_why_recording_stopped_is_told_though_no_rollout_follows(tmp_path: Path)
 
 
 def test_numbers_that_no_table_holds_are_the_nearest_that_it_does(tmp_path: Path):
-    shards = Shards(tmp_path / "rollouts", Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0))
+    shards = ShardWriter(tmp_path / "rollouts", Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0))
     shards.add(None, PlayLine(id=f"s/{'9' * 30}", time=1.0, step=10**30, length=-(10**25), turns=2))
     shards.flush()
     shards.close()
@@ -384,7 +384,7 @@ def test_a_search_ends_at_its_deadline_and_says_how_far_it_came(made_up: Path):
 def test_a_text_is_found_however_its_record_spells_it(tmp_path: Path, text: str, written: str, found: bool):
     """Records are looked through as they are written before they are decoded, and nothing is missed by that."""
     record = b'{"id":"s/0","message":%s,"messages":[]}' % written.encode()
-    shards = Shards(tmp_path / "rollouts", Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0))
+    shards = ShardWriter(tmp_path / "rollouts", Header(rollouts=FORMAT, family=PLAY, writer="w", worker="w", began=0.0))
     shards.add(record, PlayLine(id="s/0", time=1.0, step=1))
     shards.flush()
     shards.close()

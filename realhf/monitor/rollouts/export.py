@@ -1,6 +1,6 @@
-"""Writes the rollouts of a run for other programs: JSON lines, a Parquet table, or logs that Inspect opens.
+"""Export of a run's rollouts for other programs: JSON lines, a Parquet table, or logs for Inspect.
 
-Nothing of Inspect is needed to write them; ``make test-inspect`` reads them back by its own package.
+Writing the logs does not need the package of Inspect; ``make test-inspect`` reads them back with it.
 """
 
 from __future__ import annotations
@@ -23,38 +23,43 @@ import msgspec
 import realhf
 from realhf.base.files import whole_file
 from realhf.base.installation import install_command
-from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, readable, repaired
+from realhf.monitor.rollouts.format import TRAIN, encode_record, plain, repair_text, shorten_text
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore, Row
 
-_OF_PLACE = ("shard", "offset", "bytes", "line", "writer", "has_tokens")
-_OF_TRAIN = ("version", "advantage", "ratio_max", "clip_fraction", "mismatch", "n_tokens", "staleness")
+_LOCATION_FIELDS = ("shard", "offset", "bytes", "line", "writer", "has_tokens")
+_TRAIN_FIELDS = ("version", "advantage", "ratio_max", "clip_fraction", "mismatch", "n_tokens", "staleness")
 
 
 @dataclass
-class Exported:
-    """Counts what an export wrote: ``rollouts``, and how many of them had no readable record (``without_record``)."""
+class ExportCounts:
+    """Counts of an export."""
 
     rollouts: int = 0
     without_record: int = 0
+    """Number of rollouts without a readable record."""
 
 
-def rows_in_order(store: RolloutStore) -> list[Row]:
-    """Return the rollouts that count, in the order in which their records lie on the disk."""
+def sort_rows(store: RolloutStore) -> list[Row]:
+    """Return the valid rollouts in the order of their records on the disk."""
     return sorted(store.rows(), key=lambda row: (row.play.writer, row.play.shard, row.play.offset, row.play.line))
 
 
-def flat(row: Row) -> dict[str, Any]:
-    """Return what the indexes say of a rollout: the fields of its line of ``play``, and those of ``train`` under
-    ``train_<name>``, None where it was not trained."""
-    found = {name: value for name, value in msgspec.structs.asdict(row.play).items() if name not in _OF_PLACE}
+def flatten_row(row: Row) -> dict[str, Any]:
+    """Return the index fields of a rollout: those of ``play``, and those of ``train`` as ``train_<name>``.
+
+    The latter are None if it was not trained.
+    """
+    found = {name: value for name, value in msgspec.structs.asdict(row.play).items() if name not in _LOCATION_FIELDS}
     found["step_trained"] = None if row.train is None else row.train.step
-    for name in _OF_TRAIN:
+    for name in _TRAIN_FIELDS:
         found[f"train_{name}"] = None if row.train is None else getattr(row.train, name)
     return found
 
 
-def records(store: RolloutStore, rows: list[Row], counted: Exported) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Yield every row with its record; an empty one where it cannot be read. ``counted`` takes account."""
+def iterate_records(
+    store: RolloutStore, rows: list[Row], counted: ExportCounts
+) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Yield each row with its record, {} if it cannot be read, and update ``counted``."""
     for row in rows:
         counted.rollouts += 1
         try:
@@ -64,7 +69,7 @@ def records(store: RolloutStore, rows: list[Row], counted: Exported) -> Iterator
             yield row, {}
 
 
-_AT_ONCE = 1000
+_ROWS_PER_BATCH = 1000
 _TYPES = (
     ("string", "id task group env split failure"),
     ("int64", "step version length turns attempt branch step_trained train_version train_n_tokens train_staleness"),
@@ -74,21 +79,24 @@ _TYPES = (
 )
 
 
-def write_parquet(store: RolloutStore, out: Path) -> Exported:
-    """Write a row for each rollout: what the indexes say (``flat``), ``status`` and ``message``, and as JSON text the
-    conversation (``messages``) and the whole ``record``. Raises ImportError without pyarrow."""
+def write_parquet(store: RolloutStore, out: Path) -> ExportCounts:
+    """Write a Parquet table with a row for each rollout.
+
+    Columns: the index fields (``flatten_row``), ``status``, ``message``, and as JSON texts the conversation
+    (``messages``) and the whole ``record``. Raises ImportError without pyarrow.
+    """
     try:
         import pyarrow as arrow  # type: ignore[import-not-found]
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]
     except ImportError:
         raise ImportError(f"pyarrow is not installed: {install_command('parquet')}") from None
     schema = arrow.schema([(name, getattr(arrow, kind)()) for kind, names in _TYPES for name in names.split()])
-    counted = Exported()
-    found = records(store, rows_in_order(store), counted)
+    counted = ExportCounts()
+    found = iterate_records(store, sort_rows(store), counted)
     with whole_file(out) as partial, parquet.ParquetWriter(partial, schema, compression="zstd") as writer:
-        while batch := list(islice(found, _AT_ONCE)):
+        while batch := list(islice(found, _ROWS_PER_BATCH)):
             table = [
-                flat(row)
+                flatten_row(row)
                 | {name: _text(record.get(name)) for name in ("status", "message")}
                 | {"messages": encode_record(record.get("messages")).decode(), "record": encode_record(record).decode()}
                 for row, record in batch
@@ -98,52 +106,54 @@ def write_parquet(store: RolloutStore, out: Path) -> Exported:
 
 
 def _text(value: object) -> str | None:
-    return repaired(value) if isinstance(value, str) else None
+    return repair_text(value) if isinstance(value, str) else None
 
 
 _MODEL = "realhf/policy"
 _ROLES = ("system", "user", "assistant", "tool")
 
 
-def write_inspect(store: RolloutStore, out: Path) -> Exported:
-    """Write into the folder ``out`` the log ``train.eval``, and ``eval-<name>-step<k>.eval`` for each evaluation. A
-    sample of a log is a task instance, an epoch of it a rollout; its scores are ``reward`` and ``success``, and a
-    failure is an error without a score."""
-    counted = Exported()
+def write_inspect(store: RolloutStore, out: Path) -> ExportCounts:
+    """Write into the folder ``out`` the log ``train.eval``, and ``eval-<name>-step<k>.eval`` for each evaluation.
+
+    A sample in a log is a task instance, and each epoch of it a rollout. Scores are ``reward`` and ``success``; a
+    failure is an error without a score.
+    """
+    counted = ExportCounts()
     out.mkdir(parents=True, exist_ok=True)
     logs: dict[str, list[Row]] = {}
-    for row in rows_in_order(store):
+    for row in sort_rows(store):
         play = row.play
         name = TRAIN if play.split == TRAIN else f"{play.split.replace('/', '-')}-step{play.step}"
-        logs.setdefault(readable(name.replace("/", "-")), []).append(row)
+        logs.setdefault(shorten_text(name.replace("/", "-")), []).append(row)
     for name, rows in sorted(logs.items()):
         _write_log(store, out / f"{name}.eval", name, rows, counted)
     return counted
 
 
-def _write_log(store: RolloutStore, path: Path, name: str, rows: list[Row], counted: Exported) -> None:
+def _write_log(store: RolloutStore, path: Path, name: str, rows: list[Row], counted: ExportCounts) -> None:
     began, ended = (min(row.play.time for row in rows), max(row.play.time for row in rows))
-    header = _header(store, name, rows, _when(began), _when(ended))
+    header = _header(store, name, rows, _format_time(began), _format_time(ended))
     summaries: list[dict[str, Any]] = []
     with whole_file(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-        _add(file, "_journal/start.json", {key: header[key] for key in ("version", "eval", "plan")})
+        _add_json(file, "_journal/start.json", {key: header[key] for key in ("version", "eval", "plan")})
         epochs: dict[str, int] = {}
-        for row, record in records(store, rows, counted):
-            sample = _name(row.play.sample)
+        for row, record in iterate_records(store, rows, counted):
+            sample = _safe_sample_name(row.play.sample)
             epochs[sample] = epochs.get(sample, 0) + 1
-            told = _sample(row, record, sample, epochs[sample])
-            _add(file, f"samples/{sample}_epoch_{epochs[sample]}.json", told)
-            summaries.append(_summary(told))
-        _add(file, "summaries.json", summaries)
-        _add(file, "header.json", header)
+            entry = _sample(row, record, sample, epochs[sample])
+            _add_json(file, f"samples/{sample}_epoch_{epochs[sample]}.json", entry)
+            summaries.append(_sample_summary(entry))
+        _add_json(file, "summaries.json", summaries)
+        _add_json(file, "header.json", header)
 
 
 def _header(store: RolloutStore, name: str, rows: list[Row], began: str, ended: str) -> dict[str, Any]:
-    samples = list(dict.fromkeys(_name(row.play.sample) for row in rows))
+    samples = list(dict.fromkeys(_safe_sample_name(row.play.sample) for row in rows))
     valid = [row.play for row in rows if row.play.failure is None]
     run = hashlib.blake2b(f"{store.folder}/{name}".encode(), digest_size=12).hexdigest()
     scores = [
-        _score_of(score, [float(getattr(play, score) or 0.0) for play in valid], len(rows) - len(valid))
+        _score(score, [float(getattr(play, score) or 0.0) for play in valid], len(rows) - len(valid))
         for score in ("reward", "success")
     ]
     return {
@@ -153,7 +163,7 @@ def _header(store: RolloutStore, name: str, rows: list[Row], began: str, ended: 
             "eval_id": run,
             "run_id": run,
             "created": began,
-            "task": f"{readable(rows[0].play.env) or 'rollouts'}/{name}",
+            "task": f"{shorten_text(rows[0].play.env) or 'rollouts'}/{name}",
             "task_id": run,
             "task_version": 0,
             "dataset": {"name": name, "samples": len(samples), "sample_ids": samples},
@@ -169,7 +179,7 @@ def _header(store: RolloutStore, name: str, rows: list[Row], began: str, ended: 
     }
 
 
-def _score_of(name: str, values: list[float], failed: int) -> dict[str, Any]:
+def _score(name: str, values: list[float], failed: int) -> dict[str, Any]:
     mean = sum(values) / len(values) if values else 0.0
     return {
         "name": name,
@@ -187,7 +197,7 @@ def _sample(row: Row, record: Mapping[str, Any], sample: str, epoch: int) -> dic
     first = next((number for number, each in enumerate(messages) if each["role"] == "assistant"), len(messages))
     said = next((each for each in reversed(messages) if each["role"] == "assistant"), None)
     choices = [{"message": said, "stop_reason": "max_tokens" if play.truncated else "stop"}] if said else []
-    told: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "id": sample,
         "epoch": epoch,
         "input": messages[:first] or str(play.task),
@@ -195,7 +205,7 @@ def _sample(row: Row, record: Mapping[str, Any], sample: str, epoch: int) -> dic
         "messages": messages,
         "output": {"model": _MODEL, "choices": choices},
         "scores": {} if play.failure else {"reward": {"value": play.reward}, "success": {"value": int(play.success)}},
-        "metadata": flat(row) | {"turn_rewards": [turn.get("reward") for turn in record.get("turns") or []]},
+        "metadata": flatten_row(row) | {"turn_rewards": [turn.get("reward") for turn in record.get("turns") or []]},
         "store": {},
         "events": [],
         "model_usage": {},
@@ -204,27 +214,27 @@ def _sample(row: Row, record: Mapping[str, Any], sample: str, epoch: int) -> dic
     }
     if play.failure:
         text = f"{play.failure}: {record.get('message') or ''}"
-        told["error"] = {"message": text, "traceback": "", "traceback_ansi": ""}
-    return told
+        entry["error"] = {"message": text, "traceback": "", "traceback_ansi": ""}
+    return entry
 
 
 def _messages(messages: list[Any], id: str) -> Iterator[dict[str, Any]]:
-    """Yield a conversation as Inspect has it. What the policy said whole, where it is more than its content, stays."""
+    """Yield the messages of a conversation in the format of Inspect."""
     for number, message in enumerate(messages):
         role = message.get("role") if message.get("role") in _ROLES else "user"
         content = message.get("content")
-        told: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "id": f"{id}/{number}",
             "role": role,
             "content": content if isinstance(content, str) else json.dumps(content),
         }
         if role == "assistant":
-            told |= {"source": "generate", "model": _MODEL}
+            entry |= {"source": "generate", "model": _MODEL}
             if message.get("reasoning"):
                 parts = [{"type": "reasoning", "reasoning": message["reasoning"]}]
-                told["content"] = [*parts, {"type": "text", "text": told["content"]}]
+                entry["content"] = [*parts, {"type": "text", "text": entry["content"]}]
             if message.get("tool_calls"):
-                told["tool_calls"] = [
+                entry["tool_calls"] = [
                     {
                         "id": call.get("id") or f"{id}/{number}/{place}",
                         "function": call.get("name") or "",
@@ -236,11 +246,11 @@ def _messages(messages: list[Any], id: str) -> Iterator[dict[str, Any]]:
                     if isinstance(call, dict)
                 ]
         elif role == "tool":
-            told |= {"tool_call_id": message.get("tool_call_id"), "function": message.get("name")}
-        yield told
+            entry |= {"tool_call_id": message.get("tool_call_id"), "function": message.get("name")}
+        yield entry
 
 
-def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
+def _sample_summary(sample: Mapping[str, Any]) -> dict[str, Any]:
     shown = {name: sample[name] for name in ("id", "epoch", "input", "target", "scores", "total_time")}
     metadata = {name: value for name, value in sample["metadata"].items() if isinstance(value, (str, int, float))}
     return shown | {
@@ -251,29 +261,32 @@ def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _name(sample: str) -> str:
-    """Return the name of a sample in a log, where it names a file: its id, if that makes no path and is short."""
+def _safe_sample_name(sample: str) -> str:
+    """Return a name of a sample for a file in a log: its id, or if this is long or unsafe, a part of it and a hash."""
     kept = "".join(each if each.isascii() and (each.isalnum() or each in "-_@") else "_" for each in sample)[:80]
     if kept == sample:
         return sample
     return f"{kept}-{hashlib.blake2b(sample.encode('utf-8', 'surrogatepass'), digest_size=6).hexdigest()}"
 
 
-def _add(file: zipfile.ZipFile, name: str, value: Any) -> None:
-    file.writestr(name, json.dumps(plain(value, text=repaired)))
+def _add_json(file: zipfile.ZipFile, name: str, value: Any) -> None:
+    file.writestr(name, json.dumps(plain(value, text=repair_text)))
 
 
-def _when(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 class ExportFailed(Exception):
-    """The rollouts cannot be exported; the text says why, and what to do."""
+    """Rollouts that cannot be exported; the text has the reason and a remedy."""
 
 
-def export(run: Path, kind: str, out: Path) -> Exported:
-    """Write the rollouts of the folder ``run`` as ``kind`` (one of KINDS) to ``out``: a file, for ``inspect`` a folder
-    with a log for the training and one for each evaluation. Files are whole or absent. Raises ExportFailed."""
+def export(run: Path, kind: str, out: Path) -> ExportCounts:
+    """Write the rollouts of the folder ``run`` as ``kind`` (one of KINDS) to ``out``.
+
+    out: a file; for ``inspect`` a folder with a log for training and one for each evaluation. Files are
+    complete or absent. Raises ExportFailed.
+    """
     if kind not in KINDS:
         raise ExportFailed(f"--to {kind}: unknown (known: {', '.join(KINDS)})")
     store = RolloutStore(run)
@@ -286,13 +299,15 @@ def export(run: Path, kind: str, out: Path) -> Exported:
         raise ExportFailed(f"{out}: {error}") from error
 
 
-def write_jsonl(store: RolloutStore, out: Path) -> Exported:
-    """Write a JSON object a line for each rollout: what the indexes say (``flat``), ``record`` as it was played and, of
-    a share, ``trained``, what the trainer saw of its tokens."""
-    counted = Exported()
+def write_jsonl(store: RolloutStore, out: Path) -> ExportCounts:
+    """Write a JSON line for each rollout: the index fields (``flatten_row``), and its ``record``.
+
+    Rollouts with recorded tokens have the trainer's data of them as ``trained``.
+    """
+    counted = ExportCounts()
     with whole_file(out) as partial, partial.open("wb") as file:
-        for row, record in records(store, rows_in_order(store), counted):
-            line = flat(row) | {"record": record}
+        for row, record in iterate_records(store, sort_rows(store), counted):
+            line = flatten_row(row) | {"record": record}
             if row.train is not None and row.train.has_tokens:
                 try:
                     line["trained"] = store.record(row.train)
@@ -302,14 +317,16 @@ def write_jsonl(store: RolloutStore, out: Path) -> Exported:
     return counted
 
 
-KINDS: MappingProxyType[str, Callable[[RolloutStore, Path], Exported]] = MappingProxyType(
+KINDS: MappingProxyType[str, Callable[[RolloutStore, Path], ExportCounts]] = MappingProxyType(
     {"jsonl": write_jsonl, "parquet": write_parquet, "inspect": write_inspect}
 )
 
 
 def export_command(arguments: Sequence[str]) -> int:
-    """Export the rollouts of a run as ``arguments``, what follows the word ``export``, say. Returns the exit code: 0,
-    or 1 with one line about what went wrong."""
+    """Export the rollouts of a run, by the ``arguments`` after the word ``export``.
+
+    Returns the exit code: 0, or 1 after one line with the error.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m realhf.view export", description="Write the rollouts of a run for other programs."
     )

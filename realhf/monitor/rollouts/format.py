@@ -1,8 +1,8 @@
-"""Defines what the folder ``rollouts/`` of a run holds, and how a line of it is written (docs/reference/rollouts.md 1).
+"""Format of the folder ``rollouts/`` of a run (docs/reference/rollouts.md 1).
 
-Two families of files, ``play`` (a rollout as it was played) and ``train`` (what the trainer saw of it). Each process
-appends to files of its own: shards of gzip members that hold records as JSON lines, and an index with a line for each
-rollout, which follows the member that holds its record.
+There are two families of files: ``play`` (a rollout as played) and ``train`` (the trainer's data of it). Each
+process appends to files of its own: shards of gzip members that contain records as JSON lines, and an index
+with a line for each rollout. An index line is written after the member with its record.
 """
 
 from __future__ import annotations
@@ -16,106 +16,125 @@ from typing import Any
 import msgspec
 
 FORMAT = 1
-"""The version of the format. A reader refuses files of another one by name."""
+"""Version of the format. A reader refuses files of other versions."""
 FOLDER = "rollouts"
 PLAY, TRAIN = "play", "train"
 FAMILIES = (PLAY, TRAIN)
 INDEX_SUFFIX = ".index.jsonl"
 SHARD_SUFFIX = ".jsonl.gz"
 NO_SHARD = -1
-"""The shard of a line that has no record."""
+"""Shard number of a line without a record."""
 LONGEST_NAME = 300
-"""Characters of a task's or group's name in an index line."""
+"""Maximum characters of a task's or group's name in an index line."""
 
 
 class Header(msgspec.Struct, kw_only=True):
-    """Is the first line of an index: the format, who writes the file and since when (s since the epoch). ``by_step``:
-    its process works step by step, so that a later incarnation of it which begins at step k takes back what this one
-    wrote of step k and later ones."""
+    """First line of an index."""
 
     rollouts: int
+    """Version of the format."""
     family: str
     writer: str
+    """Name of the writer in file names: worker, start and process."""
     worker: str
+    """Process as ``kind/index``."""
     began: float
+    """Start of the writer, in seconds since the epoch."""
     by_step: bool = True
+    """Whether the process works step by step: a later incarnation that begins at step k then invalidates this one's
+    lines of step k and later."""
 
 
-class Place(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """Says where the record of a line lies: in the member of ``bytes`` bytes at ``offset`` of shard number ``shard``,
-    in its line ``line``, counted from 0. ``id`` is ``<sample>/<row>``, ``time`` in s since the epoch. ``writer`` is in
-    no file: a reader numbers its indexes by it. Lines hold numbers and texts only, so the garbage collector passes
-    over them: a reader has hundreds of thousands."""
+class IndexLine(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
+    """Index line with the location of its record.
+
+    Excluded from garbage collection (``gc=False``), since a reader has hundreds of thousands of them and they
+    contain only numbers and texts.
+    """
 
     id: str
+    """``<sample>/<row>``."""
     time: float
+    """Seconds since the epoch."""
     step: int
     shard: int = NO_SHARD
+    """Number of the shard."""
     offset: int = 0
+    """Offset of the gzip member in the shard."""
     bytes: int = 0
+    """Size of the member."""
     line: int = 0
+    """Line of the record in the member, from 0."""
     has_tokens: bool = False
     writer: int = NO_SHARD
+    """Number of the index in a reader; not in the file."""
 
     @property
     def sample(self) -> str:
-        """The sample that the rollout belongs to: its group."""
+        """Sample, that is group, of the rollout."""
         return self.id.rpartition("/")[0]
 
     @property
     def row(self) -> int:
-        """The number of the rollout among the rows of its sample."""
+        """Number of the rollout among the rows of its sample."""
         return int(self.id.rpartition("/")[2])
 
 
-class PlayLine(Place, kw_only=True, omit_defaults=True):
-    """Is the index line of a rollout that was played.
+class PlayLine(IndexLine, kw_only=True, omit_defaults=True):
+    """Index line of a rollout as played.
 
-    ``step`` is the train step that played it, counted from 1 as in ``metrics.jsonl`` (in an asynchronous run the one
-    that followed its admission), or the steps that were complete when an evaluation played it. ``split`` is ``train``
-    or ``eval/<name>``. ``version`` is the oldest policy version that sampled a token of it, None without one.
-    ``length`` counts sampled tokens. ``failure`` is the kind of failure, None for a rollout that counts; a failure has
-    no reward. ``branch``: the row is a further conversation of the rollout in row ``branch``. ``seconds`` is what
-    playing took.
+    ``step`` is the train step that played it, from 1 as in ``metrics.jsonl`` (in an asynchronous run the one after
+    its admission); for an evaluation it is the number of completed steps.
     """
 
     version: int | None = None
+    """Oldest policy version that sampled one of its tokens; None without tokens."""
     task: str = ""
     template: str = ""
     group: str = ""
     env: str = ""
     split: str = "train"
+    """``train`` or ``eval/<name>``."""
     reward: float | None = None
+    """None for a failure."""
     success: bool = False
     length: int = 0
+    """Number of sampled tokens."""
     turns: int = 0
     truncated: bool = False
     failure: str | None = None
+    """Kind of failure; None for a valid rollout."""
     attempt: int = 0
     branch: int | None = None
+    """If the row is a further conversation of a rollout: the row of the rollout."""
     seconds: float = 0.0
+    """Duration of playing."""
 
 
-class TrainLine(Place, kw_only=True, omit_defaults=True):
-    """Is the index line of a row that was trained on, in train step ``step``, counted from 1.
+class TrainLine(IndexLine, kw_only=True, omit_defaults=True):
+    """Index line of a trained row; ``step`` is the train step, from 1.
 
-    ``version`` is that of the weights that trained. ``advantage`` is the mean over its ``n_tokens`` trained tokens,
-    ``ratio_max`` and ``clip_fraction`` those of its last pass, ``mismatch`` the mean of |engine - trainer| of the
-    log-probabilities before any update of the step; each is None where it is not known: a row without signal does not
-    go through the model. ``staleness`` is how many versions its oldest token lies behind.
+    Statistics are None where they are unknown: a row without signal does not pass through the model.
     """
 
     version: int = 0
+    """Version of the weights that were trained."""
     advantage: float | None = None
+    """Mean over its trained tokens."""
     ratio_max: float | None = None
+    """Largest ratio of new to old probability in its last pass."""
     clip_fraction: float | None = None
+    """Fraction of clipped tokens in its last pass."""
     mismatch: float | None = None
+    """Mean |engine - trainer| of the log-probabilities before any update of the step."""
     n_tokens: int = 0
+    """Number of trained tokens."""
     staleness: int | None = None
+    """Number of versions between its oldest token and the trained weights."""
 
 
 class Note(msgspec.Struct, kw_only=True):
-    """Is a line of an index about the recording itself: why it ``stopped``, or how much it left out."""
+    """Index line about the recording: why it stopped, or how much was dropped."""
 
     note: str
     time: float
@@ -136,19 +155,22 @@ def index_name(family: str, writer: str) -> str:
     return f"{family}-{writer}{INDEX_SUFFIX}"
 
 
-def readable(text: str, most: int = LONGEST_NAME) -> str:
-    """Return a text as ``repaired`` does, shortened."""
-    return repaired(text if len(text) <= most else text[: most - 3] + "...")
+def shorten_text(text: str, most: int = LONGEST_NAME) -> str:
+    """Return a text as valid UTF-8, shortened to ``most`` characters."""
+    return repair_text(text if len(text) <= most else text[: most - 3] + "...")
 
 
-def repaired(text: str) -> str:
-    """Return a text as UTF-8 can hold it: halves of characters become replacement characters."""
+def repair_text(text: str) -> str:
+    """Return a text as valid UTF-8: lone surrogates become replacement characters."""
     return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def encode_record(value: Any) -> bytes:
-    """Return a record as one JSON line without its end. Halves of characters survive as escapes; numbers that JSON does
-    not have become null, keys texts, and values of other types their description."""
+    """Encode a record as one JSON line without a newline.
+
+    Lone surrogates are kept as escapes. Numbers that JSON lacks become null, keys become texts, and values of
+    other types their descriptions.
+    """
     try:
         return _ENCODER.encode(value)
     except Exception:
@@ -156,13 +178,15 @@ def encode_record(value: Any) -> bytes:
 
 
 def decode_record(line: bytes) -> Any:
-    """Return the value of a line of ``encode_record``. Raises ValueError."""
+    """Decode a line from ``encode_record``. Raises ValueError."""
     return json.loads(line)
 
 
 def plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> Any:
-    """Return a value as JSON can hold it, whatever it is, with ``text`` of its texts; what lies deeper than ``depth``
-    becomes its description."""
+    """Convert any value to plain data for JSON.
+
+    text: applied to all texts. Values nested deeper than ``depth`` become their descriptions.
+    """
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, str):
@@ -176,11 +200,11 @@ def plain(value: Any, depth: int = 40, text: Callable[[str], str] = str) -> Any:
         }
     if depth > 0 and isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, (bytes, bytearray)):
         return [plain(item, depth - 1, text) for item in value]
-    return _described(value)
+    return _describe(value)
 
 
-def _described(value: Any) -> Any:
-    """Stand for a value that JSON does not have: the number of a scalar of numpy, else its description."""
+def _describe(value: Any) -> Any:
+    """Return a substitute for a value that JSON lacks: the number in a numpy scalar, otherwise a description."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "shape", None) == ():
         return plain(item())
@@ -194,4 +218,4 @@ def _described(value: Any) -> Any:
         return f"<{type(value).__name__}>"
 
 
-_ENCODER = msgspec.json.Encoder(enc_hook=_described)
+_ENCODER = msgspec.json.Encoder(enc_hook=_describe)

@@ -1,4 +1,4 @@
-"""Reads the rollouts of a run, also while it goes on: lines of the indexes at once, records when they are asked for."""
+"""Reader of a run's rollouts, also during the run. Indexes are read at once, records on request."""
 
 from __future__ import annotations
 
@@ -29,18 +29,22 @@ from realhf.monitor.rollouts.format import (
 )
 
 Line = PlayLine | TrainLine
-_LONGEST_LINE = 2**20
-"""No writer writes a longer line."""
+_MAX_LINE_BYTES = 2**20
+"""Maximum length of a line; no writer writes a longer one."""
 
 
 class _Version(msgspec.Struct):
+    """The version in the first line of an index."""
+
     rollouts: int | None = None
 
 
 class IndexFile:
-    """Follows the index at ``path``. ``problem`` says why it cannot be read (another version of the format, no index),
-    "" if it can; ``notes`` are what its writer said about the recording; ``bad_lines`` counts lines that make no
-    sense."""
+    """Incremental reader of the index at ``path``.
+
+    ``problem``: why it cannot be read (another format version, not an index), "" if it can. ``notes``: its writer's
+    notes about the recording. ``bad_lines``: number of malformed lines.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,25 +61,24 @@ class IndexFile:
 
     @property
     def replaced(self) -> bool:
-        """Whether the file is another one than was read before, or was cut short: then all is to be read anew."""
+        """Whether the file was replaced or truncated since the last read, so that it must be read from the start."""
         return self._tail.epoch > 0
 
-    def more(self) -> list[Line]:
-        """Return the lines that were completed since the last call; none of a file that was ``replaced``. Raises
-        OSError."""
+    def read_new_lines(self) -> list[Line]:
+        """Return the lines that were completed since the last call; none of a ``replaced`` file. Raises OSError."""
         found: list[Line] = []
         for line in self._tail.lines():
             if self.replaced or self.problem:
                 return []
             if self.header is None:
-                self._begin(line)
+                self._read_header(line)
             else:
-                self._one(line, found)
-        if self._tail.torn > _LONGEST_LINE:
+                self._parse_line(line, found)
+        if self._tail.torn > _MAX_LINE_BYTES:
             self.problem = self.problem or f"{self.path.name}: a line has no end"
         return found
 
-    def _begin(self, line: bytes) -> None:
+    def _read_header(self, line: bytes) -> None:
         try:
             version = msgspec.json.decode(line, type=_Version).rollouts
             if version is None:
@@ -91,7 +94,7 @@ class IndexFile:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             self.problem = f"{self.path.name}: no index of rollouts"
 
-    def _one(self, line: bytes, found: list[Line]) -> None:
+    def _parse_line(self, line: bytes, found: list[Line]) -> None:
         assert self.header is not None
         decode = _PLAY if self.header.family == PLAY else _TRAIN
         try:
@@ -108,92 +111,105 @@ _TRAIN = msgspec.json.Decoder(TrainLine).decode
 _NOTE = msgspec.json.Decoder(Note).decode
 
 
-_LARGEST_MEMBER = 2**30
-"""A member is never unpacked to more bytes."""
+_MAX_MEMBER_BYTES = 2**30
+"""Maximum size of an unpacked member."""
 
 
 class NoRecord(LookupError):
-    """The record of a line cannot be read; the text says why."""
+    """A record that cannot be read; the text has the reason."""
 
 
 class Row(NamedTuple):
-    """Joins what was played with what was trained of it (None: not yet, or never)."""
+    """A rollout as played and as trained."""
 
     play: PlayLine
     train: TrainLine | None
+    """None if it was not trained (yet)."""
 
     @property
     def step(self) -> int:
-        """The step that trained it, else the one that played it."""
+        """Step that trained it, or else the step that played it."""
         return self.train.step if self.train is not None else self.play.step
 
     @property
     def staleness(self) -> int | None:
-        """Versions that its oldest token lay behind the weights that trained it."""
+        """Number of versions between the weights of its oldest token and those that trained it."""
         return self.train.staleness if self.train is not None else None
 
 
-class Known:
-    """Holds the lines of one family, in the order in which they were read. ``lines`` only grows, except in ``clear``;
-    ``newest`` has the number of the newest line of each id."""
+class LineTable:
+    """Index lines of one family in the order of reading.
+
+    ``lines`` only grows, except by ``clear``. ``newest``: position of the newest line of each id.
+    """
 
     def __init__(self) -> None:
         self.lines: list[Line] = []
         self.newest: dict[str, int] = {}
         self._headers: dict[int, Header] = {}
-        self._begun: dict[int, tuple[Header, int]] = {}
+        self._first_steps: dict[int, tuple[Header, int]] = {}
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all lines."""
         self.__init__()
 
     def add(self, header: Header, lines: Sequence[Line]) -> None:
-        """Take lines of an index."""
+        """Add lines of one index."""
         known, newest = self.lines, self.newest
         for line in lines[:1]:
             self._headers[line.writer] = header
         for line in lines:
-            if header.by_step and not _of_evaluation(line):
-                first = self._begun.get(line.writer)
+            if header.by_step and not _is_evaluation(line):
+                first = self._first_steps.get(line.writer)
                 if first is None or line.step < first[1]:
-                    self._begun[line.writer] = header, line.step
+                    self._first_steps[line.writer] = header, line.step
             other = newest.get(line.id)
             if other is None or self._follows(known[other], header, line):
                 newest[line.id] = len(known)
             known.append(line)
 
     def _follows(self, other: Line, header: Header, line: Line) -> bool:
-        """Return whether a line was written after another one: by the order in which a worker's incarnations began,
-        and else by the clock, which may have been set back between them."""
+        """Return whether ``line`` was written after ``other``.
+
+        For incarnations of one worker the order of their starts decides, since the clock may have been set
+        back between them; otherwise the clock does.
+        """
         earlier = self._headers[other.writer]
         if earlier.worker == header.worker and earlier.began != header.began:
             return earlier.began < header.began
         return other.time <= line.time
 
     def current(self) -> Iterator[Line]:
-        """Yield the lines that count: of each id the newest, unless a later incarnation of its worker began again at
-        its step or before, after a run was killed and went on from its checkpoint."""
+        """Yield the valid lines: the newest of each id, unless a resumed run has repeated its step.
+
+        The latter is so if a later incarnation of its worker began at this step or before.
+        """
         last: dict[int, int] = {}
-        for writer, (own, _) in self._begun.items():
+        for writer, (own, _) in self._first_steps.items():
             later = [
-                first for other, first in self._begun.values() if other.worker == own.worker and other.began > own.began
+                first
+                for other, first in self._first_steps.values()
+                if other.worker == own.worker and other.began > own.began
             ]
             if later:
                 last[writer] = min(later)
         for number in self.newest.values():
             line = self.lines[number]
             limit = last.get(line.writer)
-            if limit is None or line.step < limit or _of_evaluation(line):
+            if limit is None or line.step < limit or _is_evaluation(line):
                 yield line
 
 
 class RolloutStore:
-    """Reads the rollouts in ``folder``, a run's folder or its ``rollouts``. Nothing is read before ``refresh``.
-    ``epoch`` counts how often everything was read anew, because files were replaced."""
+    """Rollouts in ``folder``, a run's folder or its ``rollouts``. Nothing is read before ``refresh``.
+
+    ``epoch`` counts how often everything was read from the start because files were replaced.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = rollouts_folder(Path(folder))
-        self.play, self.train = Known(), Known()
+        self.play = LineTable()
+        self.train = LineTable()
         self.epoch = 0
         self._indexes: list[IndexFile] = []
         self._missing = False
@@ -201,7 +217,7 @@ class RolloutStore:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the folder, a sentence each; also what its writers said about the recording."""
+        """Problems of the folder, and notes of its writers about the recording, a sentence each."""
         if self._missing:
             return [f"{self.folder}: there are no rollouts (recording is off, has not begun, or the folder is gone)"]
         found = [index.problem for index in self._indexes if index.problem]
@@ -215,61 +231,66 @@ class RolloutStore:
 
     @property
     def torn(self) -> list[str]:
-        """Names of the indexes that end within a line: of a run that goes on, or of a process that was killed."""
+        """Names of the indexes that end within a line: the run goes on, or a process was killed."""
         return [index.path.name for index in self._indexes if index.torn]
 
     def refresh(self) -> int:
-        """Read what was added since the last call; returns how many lines. Files that were replaced are read anew, and
-        so is everything then. Never raises for what it finds: see ``problems``."""
+        """Read the lines added since the last call; return their number.
+
+        If a file was replaced, everything is read from the start. Errors are not raised, but listed in ``problems``.
+        """
         try:
             found = [path for path in self.folder.iterdir() if path.name.endswith(INDEX_SUFFIX)]
             names = sorted(path for path in found if path.is_file())
         except OSError:
             if not self._missing:
-                self._forget()
+                self._reset()
             self._missing = True
             return 0
         self._missing = False
         gone = {index.path for index in self._indexes} - set(names)
         added = 0 if gone else self._read(names)
         if gone or any(index.replaced for index in self._indexes):
-            self._forget()
+            self._reset()
             added = self._read(names)
         return added
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rollouts that count, each with what was trained of it."""
+        """Yield the valid rollouts, each with its training data."""
         trained = {line.id: line for line in self.train.current() if isinstance(line, TrainLine)}
         for line in self.play.current():
             if isinstance(line, PlayLine):
                 yield Row(line, trained.get(line.id) if line.split == TRAIN else None)
 
     def find(self, id: str) -> Row | None:
-        """Return the rollout with this id, None if there is none."""
-        number, other = self.play.newest.get(id), self.train.newest.get(id)
+        """Return the rollout with this id; None if there is none."""
+        number = self.play.newest.get(id)
+        train_number = self.train.newest.get(id)
         if number is None:
             return None
-        line, trained = self.play.lines[number], None if other is None else self.train.lines[other]
+        line = self.play.lines[number]
+        trained = None if train_number is None else self.train.lines[train_number]
         assert isinstance(line, PlayLine)
         return Row(line, trained if isinstance(trained, TrainLine) else None)
 
     def group(self, sample: str) -> list[Row]:
         """Return the rollouts of a sample in the order of their rows."""
-        found, row = [], 0
-        while (one := self.find(f"{sample}/{row}")) is not None:
-            found.append(one)
+        rollouts = []
+        row = 0
+        while (rollout := self.find(f"{sample}/{row}")) is not None:
+            rollouts.append(rollout)
             row += 1
-        return found
+        return rollouts
 
     def record(self, line: Line) -> dict[str, Any]:
-        """Return the record of a line. Raises NoRecord when there is none, or its file is gone or damaged."""
+        """Return the record of a line. Raises NoRecord if there is none, or its file is missing or damaged."""
         try:
-            return _record(self.member(line), line)
+            return _parse_record(self.member(line), line)
         except (ValueError, RecursionError) as error:
             raise NoRecord(f"{line.id}: its shard is damaged: {error}") from error
 
     def member(self, line: Line) -> list[bytes]:
-        """Return the JSON lines of the member that holds the record of a line. Raises NoRecord."""
+        """Return the JSON lines of the gzip member that contains the record of a line. Raises NoRecord."""
         if line.shard == NO_SHARD:
             raise NoRecord(f"{line.id}: no record was kept")
         if not 0 <= line.writer < len(self._indexes):
@@ -279,27 +300,27 @@ class RolloutStore:
             raise NoRecord(f"{line.id}: it was read before the folder was replaced")
         path = self.folder / shard_name(header.family, header.writer, line.shard)
         try:
-            return self._lines_of(path, line)
+            return self._member_lines(path, line)
         except OSError as error:
             raise NoRecord(f"{line.id}: {path.name}: {error.strerror}") from error
         except (zlib.error, ValueError) as error:
             raise NoRecord(f"{line.id}: {path.name} is damaged at {line.offset}: {error}") from error
 
-    def _lines_of(self, path: Path, line: Line) -> list[bytes]:
-        """Unpack a member. The last one stays unpacked: neighbours are often read one after the other."""
+    def _member_lines(self, path: Path, line: Line) -> list[bytes]:
+        """Unpack a member. The last one is cached, since neighbours are often read one after the other."""
         key, known = (line.writer, line.shard, line.offset, line.bytes), self._open
         if known is None or known[0] != key:
-            known = self._open = key, _unpacked(path, line).split(b"\n")
+            known = self._open = key, _read_member(path, line).split(b"\n")
         return known[1]
 
     def _read(self, paths: Sequence[Path]) -> int:
         known = {index.path for index in self._indexes}
         self._indexes += [IndexFile(path) for path in paths if path not in known]
-        return sum(self._more(number, index) for number, index in enumerate(self._indexes))
+        return sum(self._read_index(number, index) for number, index in enumerate(self._indexes))
 
-    def _more(self, number: int, index: IndexFile) -> int:
+    def _read_index(self, number: int, index: IndexFile) -> int:
         try:
-            lines = index.more()
+            lines = index.read_new_lines()
         except OSError:
             return 0
         if index.header is None or not lines:
@@ -309,18 +330,19 @@ class RolloutStore:
         (self.play if index.header.family == PLAY else self.train).add(index.header, lines)
         return len(lines)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.epoch += 1
-        self._indexes, self._open = [], None
+        self._indexes = []
+        self._open = None
         self.play.clear()
         self.train.clear()
 
 
-def _of_evaluation(line: Line) -> bool:
+def _is_evaluation(line: Line) -> bool:
     return isinstance(line, PlayLine) and line.split != TRAIN
 
 
-def _unpacked(path: Path, line: Line) -> bytes:
+def _read_member(path: Path, line: Line) -> bytes:
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if line.offset < 0 or line.bytes < 0 or line.offset + line.bytes > size:
@@ -328,13 +350,13 @@ def _unpacked(path: Path, line: Line) -> bytes:
         file.seek(line.offset)
         member = file.read(line.bytes)
     unpacker = zlib.decompressobj(wbits=31)
-    text = unpacker.decompress(member, _LARGEST_MEMBER)
+    text = unpacker.decompress(member, _MAX_MEMBER_BYTES)
     if not unpacker.eof:
         raise ValueError("the member does not end where its index says")
     return text
 
 
-def _record(lines: Sequence[bytes], line: Line) -> dict[str, Any]:
+def _parse_record(lines: Sequence[bytes], line: Line) -> dict[str, Any]:
     record = decode_record(lines[line.line]) if 0 <= line.line < len(lines) else None
     if not isinstance(record, dict) or record.get("id") != line.id:
         raise ValueError("another record lies there")

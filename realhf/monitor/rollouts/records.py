@@ -1,8 +1,7 @@
-"""Makes the records and index lines of rollouts, as they were played and as they were trained on, of the samples that
-are chosen.
+"""Records and index lines of rollouts, as played and as trained, for the selected samples.
 
-The choice depends on the sample's id alone, so that all processes that see a sample make the same one without asking,
-and a group is kept whole or not at all.
+The selection depends only on the sample's id, so that all processes that see a sample decide alike without
+communication, and a group is kept completely or not at all.
 """
 
 from __future__ import annotations
@@ -19,53 +18,62 @@ import numpy as np
 from realhf.api.config import ALL_ROLLOUTS, MonitorConfig
 from realhf.api.rollout import PlayedTurn, RolloutOutcome
 from realhf.api.trace import PlayedSample, TrainedRows
-from realhf.monitor.rollouts.format import PlayLine, TrainLine, encode_record, readable, repaired
+from realhf.monitor.rollouts.format import PlayLine, TrainLine, encode_record, repair_text, shorten_text
 
 _RANGE = float(1 << 64)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Keeps a ``share`` of all samples, and of a ``token_share`` of these also the tokens; both from 0 to 1."""
+    """Selection of the samples that are recorded."""
 
     share: float = 1.0
+    """Fraction of the samples, from 0 to 1."""
     token_share: float = 1.0
+    """Fraction of the selected samples whose tokens are recorded as well."""
 
-    def chooses(self, key: str) -> bool:
-        """Return whether the sample with this key keeps its rollouts."""
-        return self.share >= 1 or (self.share > 0 and _draw("rollout", key) < self.share)
+    def selects(self, key: str) -> bool:
+        """Return whether the rollouts of the sample with this key are recorded."""
+        return self.share >= 1 or (self.share > 0 and _hash_to_unit_interval("rollout", key) < self.share)
 
     def with_tokens(self, key: str) -> bool:
-        """Return whether a sample that was chosen keeps its tokens, too."""
-        return self.token_share >= 1 or (self.token_share > 0 and _draw("tokens", key) < self.token_share)
+        """Return whether the tokens of a selected sample are recorded."""
+        return self.token_share >= 1 or (
+            self.token_share > 0 and _hash_to_unit_interval("tokens", key) < self.token_share
+        )
 
 
-def selection_of(config: MonitorConfig, *, n_seqs: int, group_size: int) -> Selection:
-    """Return the choice that ``monitor.rollouts`` and ``monitor.rollout_tokens`` ask for, in steps of ``n_seqs``
-    samples with ``group_size`` rollouts each. A number of rollouts is rounded up to whole groups."""
+def build_selection(config: MonitorConfig, *, n_seqs: int, group_size: int) -> Selection:
+    """Return the selection by ``monitor.rollouts`` and ``monitor.rollout_tokens``.
+
+    n_seqs: number of samples in a step, with ``group_size`` rollouts each. A number of rollouts is rounded up
+    to whole groups.
+    """
     if config.rollouts == ALL_ROLLOUTS:
         return Selection(1.0, config.rollout_tokens)
     groups = math.ceil(int(config.rollouts) / max(1, group_size))
     return Selection(min(1.0, groups / max(1, n_seqs)), config.rollout_tokens)
 
 
-def _draw(purpose: str, key: str) -> float:
-    """Return a number in [0, 1) that the two texts alone decide."""
+def _hash_to_unit_interval(purpose: str, key: str) -> float:
+    """Return a number in [0, 1) that is a hash of the two texts."""
     digest = hashlib.blake2b(f"{purpose}/{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / _RANGE
 
 
-LONGEST_TEXT = 2**20
-"""Characters that are kept of one message."""
+MAX_TEXT_CHARACTERS = 2**20
+"""Maximum characters of one message."""
 INFO_BYTES = 16 * 1024
-"""Bytes that are kept of what an environment says for people about one turn."""
+"""Maximum size of an environment's ``info`` of one turn."""
 _DIGITS = 5
+"""Decimal places of recorded numbers."""
 _MOST_PARTS = 32
+"""Number of values up to which an ``info`` is shortened value by value."""
 Texts = Callable[[Sequence[int]], list[str]]
 
 
 def play_records(sample: PlayedSample, *, with_tokens: bool) -> Iterator[tuple[bytes, PlayLine]]:
-    """Yield record and line of every row of a sample: a rollout is followed by its branches."""
+    """Yield record and index line of each row of a sample; a rollout is followed by its branches."""
     row = 0
     for outcome in sample.rollouts:
         main = row
@@ -79,14 +87,14 @@ def play_records(sample: PlayedSample, *, with_tokens: bool) -> Iterator[tuple[b
 
 def _play_line(sample: PlayedSample, outcome: RolloutOutcome, row: int, branch: int | None) -> PlayLine:
     return PlayLine(
-        id=f"{repaired(sample.id)}/{row}",
+        id=f"{repair_text(sample.id)}/{row}",
         time=round(time.time(), 3),
         step=sample.step,
         version=min((version for version in set(outcome.versions) if version >= 0), default=None),
-        task=readable(outcome.task_id),
-        template=readable(outcome.template),
-        group=readable(outcome.group),
-        env=readable(sample.env),
+        task=shorten_text(outcome.task_id),
+        template=shorten_text(outcome.template),
+        group=shorten_text(outcome.group),
+        env=shorten_text(sample.env),
         split=sample.split,
         reward=None if outcome.reward is None else float(outcome.reward),
         success=outcome.achieved and outcome.valid,
@@ -111,70 +119,72 @@ def _play_record(sample: PlayedSample, outcome: RolloutOutcome, line: PlayLine, 
         "step": sample.step,
         "attempt": sample.attempt,
         "status": outcome.status,
-        "message": _text(outcome.message),
+        "message": _limit_text(outcome.message),
         "reward": outcome.reward,
         "rewards": dict(outcome.rewards),
         "metrics": dict(outcome.metrics),
         "success": line.success,
         "timings": outcome.timings,
         "sampling": dict(sample.sampling),
-        "tools": bounded(list(outcome.tools)),
-        "info": _bounded_parts(outcome.info),
+        "tools": limit_size(list(outcome.tools)),
+        "info": _limit_info(outcome.info),
         "messages": list(_messages(outcome)),
-        "turns": [_turn(outcome, number, turn) for number, turn in enumerate(outcome.turns)],
+        "turns": [_turn_record(outcome, number, turn) for number, turn in enumerate(outcome.turns)],
     }
     if outcome.steps:
-        record["steps"] = [_step(turn) for turn in outcome.steps]
+        record["steps"] = [_step_record(turn) for turn in outcome.steps]
     if line.has_tokens:
-        record["tokens"] = _tokens(outcome, texts)
+        record["tokens"] = _token_record(outcome, texts)
     return record
 
 
 def _messages(outcome: RolloutOutcome) -> Iterator[dict[str, Any]]:
-    """Yield the conversation: the messages of the opening, then each turn and what followed it. A message of the policy
-    has ``turn``, the number of its turn."""
+    """Yield the conversation: the opening messages, then each turn with the messages after it.
+
+    A message of the policy has ``turn``, the number of its turn.
+    """
     for message in outcome.opening:
         yield _message(message)
     if not outcome.opening and outcome.task_text:
-        yield {"role": "user", "content": _text(outcome.task_text)}
+        yield {"role": "user", "content": _limit_text(outcome.task_text)}
     for number, turn in enumerate(outcome.turns):
-        yield _said(turn) | {"turn": number}
+        yield _policy_message(turn) | {"turn": number}
         if turn.messages:
             yield from (_message(message) for message in turn.messages)
         elif turn.output:
-            yield {"role": "user", "content": _text(turn.output)}
+            yield {"role": "user", "content": _limit_text(turn.output)}
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    told = {"role": str(message.get("role") or "user"), "content": _text(content) if content else ""}
-    return told | {name: value for name, value in message.items() if name not in told}
+    known = {"role": str(message.get("role") or "user"), "content": _limit_text(content) if content else ""}
+    return known | {name: value for name, value in message.items() if name not in known}
 
 
-def _said(turn: PlayedTurn) -> dict[str, Any]:
-    """Return a turn of the policy as a message. ``text`` is all that it said, where that is more than ``content``."""
+def _policy_message(turn: PlayedTurn) -> dict[str, Any]:
+    """Return a turn of the policy as a message. ``text`` is its whole output, if this is more than ``content``."""
     said = turn.said
     if said is None:
-        return {"role": "assistant", "content": _text(turn.text)}
-    found: dict[str, Any] = {"role": "assistant", "content": _text(said.content)}
+        return {"role": "assistant", "content": _limit_text(turn.text)}
+    found: dict[str, Any] = {"role": "assistant", "content": _limit_text(said.content)}
     if said.reasoning:
-        found["reasoning"] = _text(said.reasoning)
+        found["reasoning"] = _limit_text(said.reasoning)
     if said.tool_calls:
         found["tool_calls"] = [
-            {"id": call.id, "name": call.name, "arguments": bounded(call.arguments)}
-            | ({"text": _text(call.text), "problem": call.problem} if call.problem else {})
+            {"id": call.id, "name": call.name, "arguments": limit_size(call.arguments)}
+            | ({"text": _limit_text(call.text), "problem": call.problem} if call.problem else {})
             for call in said.tool_calls
         ]
     if said.text and said.text != said.content:
-        found["text"] = _text(said.text)
+        found["text"] = _limit_text(said.text)
     return found
 
 
-def _turn(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict[str, Any]:
-    """Return the numbers of a turn; ``version`` and ``n_tokens`` where the row has its tokens."""
+def _turn_record(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict[str, Any]:
+    """Return the numbers of a turn, with ``version`` and ``n_tokens`` if the row contains its tokens."""
     rewards = outcome.turn_rewards
     found: dict[str, Any] = {"reward": rewards[number] if number < len(rewards) else turn.reward}
-    found |= _of_environment(turn)
+    found |= _environment_fields(turn)
     place = number - outcome.first_turn
     if 0 <= place < len(outcome.turn_starts):
         start = outcome.turn_starts[place]
@@ -185,39 +195,43 @@ def _turn(outcome: RolloutOutcome, number: int, turn: PlayedTurn) -> dict[str, A
     return found
 
 
-def _step(turn: PlayedTurn) -> dict[str, Any]:
+def _step_record(turn: PlayedTurn) -> dict[str, Any]:
     answered = [_message(message) for message in turn.messages]
-    return {"said": _text(turn.text), "messages": answered, "reward": turn.reward, **_of_environment(turn)}
+    return {"said": _limit_text(turn.text), "messages": answered, "reward": turn.reward, **_environment_fields(turn)}
 
 
-def _of_environment(turn: PlayedTurn) -> dict[str, Any]:
+def _environment_fields(turn: PlayedTurn) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if turn.rewards:
         found["rewards"] = dict(turn.rewards)
     if turn.metrics:
         found["metrics"] = dict(turn.metrics)
     if turn.info:
-        found["info"] = _bounded_parts(turn.info)
+        found["info"] = _limit_info(turn.info)
     return found
 
 
-def _bounded_parts(info: Mapping[str, Any]) -> Any:
-    """Return a map within ``INFO_BYTES``: where it has more, the larger values are shortened to what the smaller ones
-    leave. What consists of names, or of very many values, becomes a text as a whole."""
-    whole = bounded(info)
+def _limit_info(info: Mapping[str, Any]) -> Any:
+    """Return a map of at most about ``INFO_BYTES``.
+
+    In a larger map the largest values are shortened to the space that the smaller ones leave. A map with more
+    than ``_MOST_PARTS`` values, or with very long names, becomes a text as a whole.
+    """
+    whole = limit_size(info)
     if whole is info or len(info) > _MOST_PARTS:
         return whole
     sizes = sorted((len(encode_record(value)), name) for name, value in info.items())
-    kept, left = dict[str, Any](), INFO_BYTES
+    kept = dict[str, Any]()
+    left = INFO_BYTES
     for place, (size, name) in enumerate(sizes):
         share = left // (len(sizes) - place)
-        kept[name] = bounded(info[name], share)
+        kept[name] = limit_size(info[name], share)
         left -= min(size, share)
     return {name: kept[name] for name in info} if len(encode_record(kept)) <= 2 * INFO_BYTES else whole
 
 
-def _tokens(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any]:
-    """Return prompt and completion: ids, and of the completion what the engine said of each token."""
+def _token_record(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any]:
+    """Return the token ids of prompt and completion, and the engine's data of each token of the completion."""
     found: dict[str, Any] = {
         "prompt_ids": outcome.prompt_ids,
         "ids": outcome.completion_ids,
@@ -227,22 +241,23 @@ def _tokens(outcome: RolloutOutcome, texts: Texts | None) -> dict[str, Any]:
         "turn_starts": list(outcome.turn_starts),
     }
     if texts is not None:
-        found["prompt_texts"], found["texts"] = texts(outcome.prompt_ids), texts(outcome.completion_ids)
+        found["prompt_texts"] = texts(outcome.prompt_ids)
+        found["texts"] = texts(outcome.completion_ids)
     return found
 
 
-def _text(text: Any) -> Any:
-    """Return a text, the middle of a very long one left out; other content (a list of parts) as it is, bounded."""
+def _limit_text(text: Any) -> Any:
+    """Return a text without the middle of a very long one; other content (a list of parts) limited in size."""
     if not isinstance(text, str):
-        return bounded(text, LONGEST_TEXT)
-    if len(text) <= LONGEST_TEXT:
+        return limit_size(text, MAX_TEXT_CHARACTERS)
+    if len(text) <= MAX_TEXT_CHARACTERS:
         return text
-    half = LONGEST_TEXT // 2
+    half = MAX_TEXT_CHARACTERS // 2
     return f"{text[:half]}\n[{len(text) - 2 * half} characters are not kept]\n{text[-half:]}"
 
 
-def bounded(value: Any, most: int = INFO_BYTES) -> Any:
-    """Return a value if its JSON has at most ``most`` bytes, else the beginning of it as a text that says so."""
+def limit_size(value: Any, most: int = INFO_BYTES) -> Any:
+    """Return a value if its JSON has at most ``most`` bytes, else the beginning of its JSON with a note as a text."""
     if not value:
         return value
     encoded = encode_record(value)
@@ -255,16 +270,17 @@ Array = np.ndarray[Any, Any]
 
 
 def train_records(rows: TrainedRows, selection: Selection) -> Iterator[tuple[bytes | None, TrainLine]]:
-    """Yield record (None where the tokens are not kept) and line of every row whose sample is chosen."""
+    """Yield record (None if tokens are not recorded) and index line of each row of the selected samples."""
     ends = np.cumsum(np.asarray(rows.lengths, dtype=np.int64))
-    number, now = 0, round(time.time(), 3)
+    number = 0
+    now = round(time.time(), 3)
     for sample, count in zip(rows.ids, rows.rows, strict=True):
-        chosen = selection.chooses(sample)
+        chosen = selection.selects(sample)
         with_tokens = chosen and selection.with_tokens(sample)
         for row in range(int(count)):
             if chosen:
                 part = slice(int(ends[number] - rows.lengths[number]), int(ends[number]))
-                line = _train_line(rows, part, f"{repaired(sample)}/{row}", now)
+                line = _train_line(rows, part, f"{repair_text(sample)}/{row}", now)
                 line.has_tokens = with_tokens and line.n_tokens > 0
                 yield encode_record(_train_record(rows, part, line)) if line.has_tokens else None, line
             number += 1
@@ -276,7 +292,8 @@ def _train_line(rows: TrainedRows, part: slice, name: str, now: float) -> TrainL
     if not line.n_tokens:
         return line
     line.advantage = _number(rows.advantages[part][mask].mean())
-    current, before = rows.current[part][mask], rows.before[part][mask]
+    current = rows.current[part][mask]
+    before = rows.before[part][mask]
     if not np.isnan(current).all():
         line.ratio_max = _number(rows.ratio[part][mask].max())
         line.clip_fraction = _number(rows.clipped[part][mask].mean())
@@ -290,8 +307,10 @@ def _train_line(rows: TrainedRows, part: slice, name: str, now: float) -> TrainL
 
 
 def _train_record(rows: TrainedRows, part: slice, line: TrainLine) -> dict[str, Any]:
-    """Return the columns of a row from its first trained token on. Entry k is about token ``first_token + k`` of the
-    row, counted from the first token of its prompt."""
+    """Return the columns of a row from its first trained token on.
+
+    Entry k is of token ``first_token + k`` of the row, counted from the first token of its prompt.
+    """
     first = int(np.flatnonzero(rows.mask[part])[0])
     inner = slice(part.start + first, part.stop)
     return {
@@ -310,7 +329,7 @@ def _train_record(rows: TrainedRows, part: slice, line: TrainLine) -> dict[str, 
 
 
 def _column(values: Array, mask: Array) -> list[float | None] | None:
-    """Return rounded numbers, 0 where nothing trains; None for a column of which nothing is known."""
+    """Return rounded numbers, 0 for untrained tokens; None for a column without known values."""
     if np.isnan(values[mask]).all():
         return None
     return np.where(mask, values, 0.0).astype(np.float64).round(_DIGITS).tolist()

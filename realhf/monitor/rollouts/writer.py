@@ -1,10 +1,9 @@
-"""Writes the rollouts of one process, on a thread of its own: whoever plays or trains waits for nothing.
+"""Writer of one process's rollouts, on a thread of its own, so that playing and training never wait.
 
-A member is written before the lines that point at it, each with one call of the system: a process that is killed
-leaves at most the beginning of a member that no line points at, and a line without its end.
+A member is written before the index lines that refer to it, each by one system call. A killed process leaves
+at most a truncated member without a line, and a truncated line.
 
-Whatever goes wrong (a full disk, a folder that is gone, a rollout that cannot be described) is said once in the log;
-the run goes on.
+Errors (a full disk, a removed folder, a rollout that cannot be encoded) are logged once; the run goes on.
 """
 
 from __future__ import annotations
@@ -31,45 +30,50 @@ from realhf.monitor.rollouts.format import (
     PLAY,
     TRAIN,
     Header,
+    IndexLine,
     Note,
-    Place,
     index_name,
     rollouts_folder,
     shard_name,
 )
-from realhf.monitor.rollouts.records import Selection, play_records, selection_of, train_records
+from realhf.monitor.rollouts.records import Selection, build_selection, play_records, train_records
 
 MEMBER_BYTES = 256 * 1024
-"""JSON of one member; a record that is larger is a member of its own."""
+"""Size of a member before compression; a larger record is a member of its own."""
 SHARD_BYTES = 32 * 2**20
-"""A member that would make a shard larger begins the next one."""
+"""Maximum size of a shard."""
 _LEVEL = 1
+"""Level of gzip compression."""
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
 
 
-class Shards:
-    """Gathers the records of one family until they fill a member, and writes them into ``folder``, which it makes in
-    the run folder at the first record. Files of the same writer must not exist; ``flush`` and ``note`` may raise
-    OSError, after which nothing more should be written."""
+class ShardWriter:
+    """Writer of the shards and the index of one family.
+
+    ``folder`` is created with the first record. Files of the same writer must not exist. ``flush`` and ``note``
+    may raise OSError, after which nothing more should be written.
+    """
 
     def __init__(self, folder: Path, header: Header) -> None:
-        self._folder, self._header = folder, header
+        self._folder = folder
+        self._header = header
         self._records: list[bytes] = []
-        self._lines: list[Place] = []
-        self._bare: list[Place] = []
+        self._lines: list[IndexLine] = []
+        self._bare: list[IndexLine] = []
         self._size = 0
         self._index: int | None = None
         self._shard: int | None = None
-        self._number, self._offset = 0, 0
+        self._number = 0
+        self._offset = 0
         self._encode = msgspec.json.Encoder().encode
 
     @property
     def waiting(self) -> bool:
-        """Whether anything waits for ``flush``."""
+        """Whether there are lines to flush."""
         return bool(self._lines or self._bare)
 
-    def add(self, record: bytes | None, line: Place) -> bool:
-        """Take a line and its record, None for none; returns whether there is enough for a member."""
+    def add(self, record: bytes | None, line: IndexLine) -> bool:
+        """Add a line and its record (None for none); return whether the records fill a member."""
         if record is None:
             self._bare.append(line)
             return False
@@ -79,31 +83,39 @@ class Shards:
         return self._size >= MEMBER_BYTES
 
     def flush(self) -> None:
-        """Write a member of the records, then the line of each and the lines that have no record."""
-        records, lines, bare = self._records, self._lines, self._bare
-        self._records, self._lines, self._bare, self._size = [], [], [], 0
+        """Write a member with the records, then their lines and the lines without a record."""
+        records = self._records
+        lines = self._lines
+        bare = self._bare
+        self._records = []
+        self._lines = []
+        self._bare = []
+        self._size = 0
         if records:
             member = igzip.compress(b"\n".join(records) + b"\n", compresslevel=_LEVEL)
-            shard = self._shard_for(len(member))
+            shard = self._open_shard(len(member))
             _write(shard, member)
             for number, line in enumerate(lines):
-                line.shard, line.offset, line.bytes, line.line = self._number, self._offset, len(member), number
+                line.shard = self._number
+                line.offset = self._offset
+                line.bytes = len(member)
+                line.line = number
             self._offset += len(member)
         if lines or bare:
-            self._index_lines([*lines, *bare])
+            self._write_index_lines([*lines, *bare])
 
     def note(self, text: str) -> None:
-        """Say something about the recording, for who reads it."""
-        self._index_lines([Note(note=text, time=time.time())])
+        """Write a note about the recording into the index."""
+        self._write_index_lines([Note(note=text, time=time.time())])
 
     def close(self) -> None:
-        """Close the files; harmless when repeated."""
+        """Close the files. May be called repeatedly."""
         for file in (self._shard, self._index):
             if file is not None:
                 os.close(file)
         self._shard = self._index = None
 
-    def _index_lines(self, lines: Sequence[msgspec.Struct]) -> None:
+    def _write_index_lines(self, lines: Sequence[msgspec.Struct]) -> None:
         begin = b""
         if self._index is None:
             self._folder.mkdir(exist_ok=True)
@@ -111,16 +123,18 @@ class Shards:
             begin = self._encode(self._header) + b"\n"
         _write(self._index, begin + b"".join(self._encode(line) + b"\n" for line in lines))
 
-    def _shard_for(self, size: int) -> int:
-        """Return the shard that takes the next member: a new one where it would grow too large."""
+    def _open_shard(self, size: int) -> int:
+        """Return the descriptor of the shard for the next member: a new one if the current one would be too large."""
         if self._shard is not None and self._offset and self._offset + size > SHARD_BYTES:
             os.close(self._shard)
-            self._shard, self._number = None, self._number + 1
+            self._shard = None
+            self._number += 1
         if self._shard is None:
-            if self._number == 0:  # later the folder is there, unless somebody took it away
+            if self._number == 0:  # only once: a folder that was removed during the run is not created again
                 self._folder.mkdir(exist_ok=True)
             name = shard_name(self._header.family, self._header.writer, self._number)
-            self._shard, self._offset = os.open(self._folder / name, _FLAGS, 0o644), 0
+            self._shard = os.open(self._folder / name, _FLAGS, 0o644)
+            self._offset = 0
         return self._shard
 
 
@@ -131,36 +145,43 @@ def _write(file: int, data: bytes) -> None:
 
 
 FLUSH_S = 2.0
-"""What was given to the writer is on the disk after about this long."""
-MAX_WAITING_TOKENS = 8_000_000
-"""Tokens of the samples and train steps that may wait to be written; what comes then is counted and left out."""
+"""Seconds after which queued rollouts are written to the disk."""
+MAX_QUEUED_TOKENS = 8_000_000
+"""Maximum number of tokens in queued samples and train steps; further ones are counted and dropped."""
 _CLOSE_S = 20.0
+"""Seconds that ``close`` waits for the thread."""
 _log = logging.getLogger(__name__)
 
 
 class RolloutWriter(RolloutRecorder):
-    """Keeps rollouts in the folder of the run ``run_dir``, for the process ``worker``
-    (``kind/index``), until the folder of rollouts, with the files of all processes, holds ``limit_bytes``. Close it at
-    the end. ``by_step``: see ``Header``."""
+    """Recorder of rollouts of the process ``worker`` (``kind/index``) in the run folder ``run_dir``.
+
+    limit_bytes: size of the folder of rollouts, with the files of all processes, at which recording stops.
+    by_step: see ``Header``. Must be closed.
+    """
 
     def __init__(
         self, run_dir: Path, worker: str, selection: Selection, *, limit_bytes: int, by_step: bool = True
     ) -> None:
         super().__init__(selection.share > 0)
-        self._folder, self._selection, self._limit = rollouts_folder(run_dir), selection, limit_bytes
+        self._folder = rollouts_folder(run_dir)
+        self._selection = selection
+        self._limit = limit_bytes
         name = worker.replace("/", "-")
-        began = max(time.time(), _last_began(self._folder, name) + 0.002)
+        began = max(time.time(), _find_last_start(self._folder, name) + 0.002)
         writer = f"{name}.{int(began * 1000):011x}-{os.getpid():x}"
         self._families = {
-            family: Shards(
+            family: ShardWriter(
                 self._folder,
                 Header(rollouts=VERSION, family=family, writer=writer, worker=worker, began=began, by_step=by_step),
             )
             for family in (PLAY, TRAIN)
         }
-        self._odd: set[type] = set()
+        self._failed_types: set[type] = set()
         self._waiting: queue.SimpleQueue[PlayedSample | TrainedRows | None] = queue.SimpleQueue()
-        self._lock, self._tokens, self._left_out = threading.Lock(), 0, 0
+        self._lock = threading.Lock()
+        self._tokens = 0
+        self._dropped = 0
         self._begun = False
         self._thread: threading.Thread | None = None
         if self.keeps:
@@ -169,17 +190,18 @@ class RolloutWriter(RolloutRecorder):
 
     def played(self, sample: PlayedSample) -> None:
         """See ``RolloutRecorder``."""
-        if self.keeps and self._selection.chooses(sample.key or sample.id):
-            self._give(sample)
+        if self.keeps and self._selection.selects(sample.key or sample.id):
+            self._enqueue(sample)
 
     def trained(self, rows: TrainedRows) -> None:
         """See ``RolloutRecorder``."""
         if self.keeps:
-            self._give(rows)
+            self._enqueue(rows)
 
     def close(self) -> None:
-        """Write what waits, within seconds; harmless when repeated."""
-        thread, self._thread = self._thread, None
+        """Write the queue, for up to _CLOSE_S seconds. May be called repeatedly."""
+        thread = self._thread
+        self._thread = None
         if thread is None:
             return
         self.keeps = False
@@ -188,22 +210,22 @@ class RolloutWriter(RolloutRecorder):
         if thread.is_alive():
             _log.warning("the last rollouts were not written within %g s", _CLOSE_S)
 
-    def _give(self, item: PlayedSample | TrainedRows) -> None:
-        size = _tokens_of(item)
+    def _enqueue(self, item: PlayedSample | TrainedRows) -> None:
+        size = _count_tokens(item)
         with self._lock:
-            room = not self._tokens or self._tokens + size <= MAX_WAITING_TOKENS
+            room = not self._tokens or self._tokens + size <= MAX_QUEUED_TOKENS
             self._tokens += size if room else 0
-            self._left_out += not room
+            self._dropped += not room
         if room:
             self._waiting.put(item)
-        elif self._left_out == 1:
+        elif self._dropped == 1:
             _log.warning("the disk does not keep up: some rollouts are not recorded (%s)", self._folder)
 
     def _run(self) -> None:
         try:
-            while self._round():
+            while self._write_batch():
                 pass
-        except _Full:
+        except _FolderFull:
             self._stop(f"the folder of rollouts holds {self._limit} bytes (monitor.rollout_bytes)")
         except Exception as error:
             self._stop(f"{type(error).__name__}: {error}")
@@ -212,9 +234,10 @@ class RolloutWriter(RolloutRecorder):
                 with suppress(OSError):
                     family.close()
 
-    def _round(self) -> bool:
-        """Take what comes within the time of a flush and write it; returns whether there may be more."""
-        due, more = process_clock.now() + FLUSH_S, True
+    def _write_batch(self) -> bool:
+        """Process the items of the next FLUSH_S seconds and write them; return False after the last one."""
+        due = process_clock.now() + FLUSH_S
+        more = True
         while more and (left := due - process_clock.now()) > 0:
             try:
                 item = self._waiting.get(timeout=left)
@@ -222,57 +245,62 @@ class RolloutWriter(RolloutRecorder):
                 break
             more = item is not None
             if item is not None:
-                self._take(item)
+                self._add_records(item)
                 with self._lock:
-                    self._tokens -= _tokens_of(item)
+                    self._tokens -= _count_tokens(item)
         for family in self._families.values():
             self._flush(family)
-        if not more and self._left_out:
-            self._families[PLAY].note(f"{self._left_out} samples or steps were left out: the disk was too slow")
+        if not more and self._dropped:
+            self._families[PLAY].note(f"{self._dropped} samples or steps were left out: the disk was too slow")
         return more
 
-    def _take(self, item: PlayedSample | TrainedRows) -> None:
-        """Describe an item; one that cannot be described is lost alone."""
+    def _add_records(self, item: PlayedSample | TrainedRows) -> None:
+        """Encode an item and add its records. An item that cannot be encoded is dropped with a warning."""
+        records: Iterable[tuple[bytes | None, IndexLine]]
         if isinstance(item, PlayedSample):
             with_tokens = self._selection.with_tokens(item.key or item.id)
-            family, records = self._families[PLAY], play_records(item, with_tokens=with_tokens)
+            family = self._families[PLAY]
+            records = play_records(item, with_tokens=with_tokens)
         else:
-            family, records = self._families[TRAIN], train_records(item, self._selection)
+            family = self._families[TRAIN]
+            records = train_records(item, self._selection)
         try:
-            found: Iterable[tuple[bytes | None, Place]] = list(records)
+            encoded = list(records)
         except Exception:
-            if type(item) not in self._odd:
+            if type(item) not in self._failed_types:
                 _log.warning("rollouts that cannot be described are not recorded", exc_info=True)
-            self._odd.add(type(item))
+            self._failed_types.add(type(item))
             return
-        for record, line in found:
+        for record, line in encoded:
             if family.add(record, line):
                 self._flush(family)
 
-    def _flush(self, family: Shards) -> None:
-        """Write what has gathered. Raises _Full at the bound of bytes, OSError."""
+    def _flush(self, family: ShardWriter) -> None:
+        """Write the added records. Raises _FolderFull at the limit of bytes, and OSError."""
         if not family.waiting:
             return
-        if _bytes_in(self._folder, begun=self._begun) >= self._limit:
-            raise _Full
+        if _count_bytes(self._folder, begun=self._begun) >= self._limit:
+            raise _FolderFull
         family.flush()
         self._begun = True
 
     def _stop(self, reason: str) -> None:
-        """Say why nothing more is recorded, in the log and, where that can be written, in the index."""
+        """Stop recording, and write the reason into the log and, if possible, into the index."""
         self.keeps = False
         _log.warning("rollouts are no longer recorded: %s", reason)
         with suppress(OSError):
             self._families[PLAY].note(f"recording stopped: {reason}")
 
 
-class _Full(Exception):
-    """The folder holds as many bytes as it may."""
+class _FolderFull(Exception):
+    """The folder has reached its maximum size."""
 
 
-def _last_began(folder: Path, worker: str) -> float:
-    """Return when the latest incarnation of a worker began, by the names of its files; 0 for the first one. The next
-    one counts as later, though the clock was set back in between: readers go by this order."""
+def _find_last_start(folder: Path, worker: str) -> float:
+    """Return the start of the last incarnation of a worker, from the names of its files; 0 without one.
+
+    The next incarnation must have a later start even if the clock was set back, since readers sort by it.
+    """
     named = re.compile(rf"\w+-{re.escape(worker)}\.([0-9a-f]{{11}})-[0-9a-f]+{re.escape(INDEX_SUFFIX)}")
     try:
         found = [named.fullmatch(name) for name in os.listdir(folder)]
@@ -281,16 +309,18 @@ def _last_began(folder: Path, worker: str) -> float:
     return max((int(match[1], 16) / 1000 for match in found if match), default=0.0)
 
 
-def _tokens_of(item: PlayedSample | TrainedRows) -> int:
+def _count_tokens(item: PlayedSample | TrainedRows) -> int:
     if isinstance(item, TrainedRows):
         return len(item.mask)
     rows = [row for outcome in item.rollouts for row in (outcome, *outcome.branches)]
     return sum(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
 
 
-def _bytes_in(folder: Path, *, begun: bool) -> int:
-    """Return how many bytes the files of a folder hold, 0 where it has not ``begun``. Raises FileNotFoundError when it
-    is gone."""
+def _count_bytes(folder: Path, *, begun: bool) -> int:
+    """Return the total size of the files in a folder; 0 if it does not exist and has not ``begun``.
+
+    Raises FileNotFoundError if it has begun and was removed.
+    """
     try:
         with os.scandir(folder) as entries:
             return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
@@ -301,15 +331,14 @@ def _bytes_in(folder: Path, *, begun: bool) -> int:
 
 
 def open_rollouts(plan: RunPlan, worker: str, *, by_step: bool = True) -> RolloutWriter:
-    """Return the recorder of the process ``kind/index``. ``by_step``: it works step by step, and not as samples
-    come."""
+    """Return the recorder of the process ``kind/index``. by_step: it works step by step, not by sample."""
     spec = plan.spec
-    selection = selection_of(plan.monitor, n_seqs=spec.n_seqs, group_size=_group_size(spec))
+    selection = build_selection(plan.monitor, n_seqs=spec.n_seqs, group_size=_group_size(spec))
     return RolloutWriter(spec.run_dir, worker, selection, limit_bytes=plan.monitor.rollout_bytes, by_step=by_step)
 
 
 def _group_size(spec: ExperimentSpec) -> int:
-    """Return how many rollouts a sample has, 1 where nothing says it."""
+    """Return the number of rollouts per sample; 1 if it is not specified."""
     if spec.rollout is not None:
         return spec.rollout.episodes.group_size
     return max((int(mfc.interface_args.get("group_size") or 1) for mfc in spec.mfcs), default=1)

@@ -19,7 +19,7 @@ from realhf.api.config import MonitorConfig
 from realhf.monitor.rollouts import writer
 from realhf.monitor.rollouts.format import FOLDER, Header, PlayLine, TrainLine, decode_record, encode_record
 from realhf.monitor.rollouts.reader import NoRecord, RolloutStore
-from realhf.monitor.rollouts.records import Selection, selection_of
+from realhf.monitor.rollouts.records import Selection, build_selection
 from realhf.monitor.rollouts.writer import RolloutWriter
 from tests.monitor.rollouts.made_rollouts import outcome, sample, trained
 
@@ -381,14 +381,14 @@ def _broken(ids: object) -> list[str]:
 
 def test_the_choice_is_that_of_whole_groups_and_the_same_everywhere(tmp_path: Path):
     config = MonitorConfig(rollouts="16", rollout_tokens=0.5)
-    selection = selection_of(config, n_seqs=16, group_size=8)
+    selection = build_selection(config, n_seqs=16, group_size=8)
     assert selection == Selection(2 / 16, 0.5)
     ids = [f"task@{number}" for number in range(4000)]
-    chosen = [name for name in ids if selection.chooses(name)]
+    chosen = [name for name in ids if selection.selects(name)]
     assert 400 < len(chosen) < 600
     assert 0.4 < sum(map(selection.with_tokens, chosen)) / len(chosen) < 0.6
-    assert selection_of(MonitorConfig(rollouts="0"), n_seqs=16, group_size=8).share == 0
-    assert selection_of(MonitorConfig(), n_seqs=16, group_size=8).share == 1
+    assert build_selection(MonitorConfig(rollouts="0"), n_seqs=16, group_size=8).share == 0
+    assert build_selection(MonitorConfig(), n_seqs=16, group_size=8).share == 1
     recorder = RolloutWriter(tmp_path, "w/0", Selection(0.125, 0.5), limit_bytes=2**30)
     for name in ids[:64]:
         recorder.played(sample(id=name))
@@ -398,7 +398,7 @@ def test_the_choice_is_that_of_whole_groups_and_the_same_everywhere(tmp_path: Pa
     assert (
         {line.sample for line in store.play.lines}
         == {line.sample for line in store.train.lines}
-        == {name for name in ids[:64] if selection.chooses(name)}
+        == {name for name in ids[:64] if selection.selects(name)}
     )
     tokens = {line.sample for line in store.play.lines if line.has_tokens}
     assert tokens == {line.sample for line in store.train.lines if line.has_tokens} != set()
