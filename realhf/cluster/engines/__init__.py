@@ -1,6 +1,5 @@
-"""Starts host agents by systems that own machines, one module or two for each: Ray, Slurm, Kubernetes.
+"""Starters of host agents through Ray, Slurm and Kubernetes.
 
-Each of them starts ``python -m realhf.worker --join`` and nothing else; what happens then is the business of
-``realhf.cluster``. Ray and ``srun`` run below a process of their own (``engine_process``), so that the launcher neither
-imports Ray nor waits for it.
+Each of them only starts ``python -m realhf.worker --join``; ``realhf.cluster`` does the rest. Ray and ``srun`` run in
+a helper process (``engine_process``), so that the launcher neither imports Ray nor waits for it.
 """

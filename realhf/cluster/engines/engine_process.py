@@ -1,8 +1,8 @@
-"""Keeps a helper process that starts host agents, and talks with it in lines of JSON.
+"""Helper process that starts host agents, and its protocol of JSON lines.
 
-The helper (``serve``) is told ``{"start": ...}`` and ``{"stop": true}``. It answers ``{"started": true}``,
-``{"problem": TEXT}`` at any time, and ``{"stopped": true}``. It ends when its standard input does, thus with the
-scheduler or the launcher.
+The launcher sends the helper (``serve``) ``{"start": ...}`` and ``{"stop": true}``. The helper answers
+``{"started": true}``, ``{"problem": TEXT}`` at any time, and ``{"stopped": true}``. It ends with its standard
+input, and therefore with the scheduler or the launcher.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from realhf.base import process_clock
 from realhf.cluster.placement import ClusterError
 
 STOP_S = 20.0
-"""How long a helper may take to end its agents."""
+"""Seconds within which a helper must end its agents."""
 END_S = 5.0
-"""How long a helper without agents may take to end itself."""
-LOOK_S = 2.0
-"""How often a helper looks whether its agents run."""
-MOST_LINE_BYTES = 1 << 16
+"""Seconds within which a helper without agents must end."""
+POLL_S = 2.0
+"""Interval in seconds at which a helper checks its agents."""
+MAX_LINE_BYTES = 1 << 16
 
 
 class Engine(Protocol):
-    """Starts agents in a helper process."""
+    """Starter of agents within a helper process."""
 
     def start(self, plan: Mapping[str, Any]) -> None:
-        """Begin to run agents. Raises ClusterError that says why it cannot."""
+        """Start agents. Raises ClusterError with the reason."""
         ...
 
     def problem(self) -> str:
@@ -47,8 +47,10 @@ class Engine(Protocol):
 
 
 class EngineProcess:
-    """Is the launcher's end. The helper lives from ``start`` to ``stop``. Whoever ends what the launcher has started
-    leaves it alone, see ``LocalScheduler.beside``."""
+    """The launcher's side. The helper process runs from ``start`` to ``stop``.
+
+    The launcher's local scheduler must not end it as a leftover process (``LocalScheduler.preserve_children``).
+    """
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -58,33 +60,35 @@ class EngineProcess:
         self._starting = False
 
     def start(self, plan: Mapping[str, Any], limit_s: float, what: str) -> None:
-        """Start agents, and wait until they are on their way. Raises ClusterError with the reason, also when ``what``
-        did not come about within ``limit_s``."""
+        """Start agents, and wait until the helper confirms. Raises ClusterError with the reason.
+
+        what: description of the start, for the error after ``limit_s`` seconds.
+        """
         self._problem = ""
         if self._process is None:
-            self._begin()
+            self._start_process()
         self._starting = True
-        self._say({"start": plan})
-        self._starting = not self._heard("started", limit_s) and not self._problem
+        self._send({"start": plan})
+        self._starting = not self._read_until("started", limit_s) and not self._problem
         if self._starting:
             self._problem = f"{what} did not come about within {limit_s:g} s"
         if self._problem:
             raise ClusterError(self._problem)
 
     def problem(self) -> str:
-        """Return what the helper has reported last, or how it ended; "" if all is well."""
-        self._heard("", 0.0)
+        """Return the last problem that the helper has reported, or how it ended; "" without a problem."""
+        self._read_until("", 0.0)
         return self._problem
 
     def stop(self) -> None:
-        """End the agents, and the helper. Kills one that does not answer."""
+        """End the agents and the helper, which is killed if it does not answer."""
         if (process := self._process) is None:
             return
         if self._starting and process.poll() is None:
-            process.terminate()  # it listens when it has started the agents; now it ends what there is of them
+            process.terminate()  # while it starts agents it reads no messages; SIGTERM makes it end them
         elif process.poll() is None:
-            self._say({"stop": True})
-            self._heard("stopped", STOP_S)
+            self._send({"stop": True})
+            self._read_until("stopped", STOP_S)
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
@@ -94,17 +98,18 @@ class EngineProcess:
             process.kill()
             process.wait()
         process.stdout.close()
-        self._process, self._starting = None, False
+        self._process = None
+        self._starting = False
 
-    def _begin(self) -> None:
-        # It is told by the kernel when the launcher has ended, also while it starts agents and does not listen.
+    def _start_process(self) -> None:
+        # Through scheduler.child the kernel ends the helper with the launcher, also while it starts agents.
         command = [sys.executable, "-m", "realhf.scheduler.child", str(os.getpid()), "0", self._module]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
         self._partial = b""
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         process = self._process
         assert process is not None and process.stdin is not None
         try:
@@ -113,34 +118,35 @@ class EngineProcess:
         except OSError:
             self._problem = "the process that starts host agents has ended"
 
-    def _heard(self, key: str, limit_s: float) -> bool:
-        """Read what the helper says until it says ``key`` or a problem; return whether it said ``key``."""
+    def _read_until(self, key: str, limit_s: float) -> bool:
+        """Read the helper's messages until one contains ``key`` or a problem; return whether ``key`` was received."""
         if self._process is None:
             return False
-        pipe, deadline = self._process.stdout, process_clock.now() + limit_s
+        pipe = self._process.stdout
+        deadline = process_clock.now() + limit_s
         assert pipe is not None
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
             while True:
                 while b"\n" in self._partial:
                     line, _, self._partial = self._partial.partition(b"\n")
-                    said = _message(line)
-                    self._problem = str(said.get("problem", self._problem))
-                    if key and key in said:
+                    message = _parse_message(line)
+                    self._problem = str(message.get("problem", self._problem))
+                    if key and key in message:
                         return True
                     if key == "started" and self._problem:
                         return False
                 if not selector.select(max(0.0, deadline - process_clock.now())):
                     return False
-                data = os.read(pipe.fileno(), MOST_LINE_BYTES)
-                if not data or len(self._partial) > MOST_LINE_BYTES:
+                data = os.read(pipe.fileno(), MAX_LINE_BYTES)
+                if not data or len(self._partial) > MAX_LINE_BYTES:
                     self._problem = self._problem or "the process that starts host agents has ended"
                     return False
                 self._partial += data
 
 
 class HelperStarter:
-    """Has what the ``AgentStarter``s of all engines share, whose helper process runs ``module``."""
+    """Common part of the ``AgentStarter``s that use a helper process, which runs ``module``."""
 
     def __init__(self, module: str) -> None:
         self._engine = EngineProcess(module)
@@ -155,9 +161,13 @@ class HelperStarter:
 
 
 def serve(engine: Engine) -> None:
-    """Run a helper process until its standard input ends or SIGTERM arrives; agents end with it. Nothing else may
-    write to its standard output."""
-    told, buffer, running = "", b"", False
+    """Run a helper process until its standard input ends or SIGTERM arrives; its agents end with it.
+
+    Standard output is reserved for messages.
+    """
+    reported_problem = ""
+    buffer = b""
+    running = False
     signal.signal(signal.SIGTERM, _stop)
     out = os.dup(1)
     os.dup2(2, 1)
@@ -170,21 +180,22 @@ def serve(engine: Engine) -> None:
         stack.callback(engine.stop)
         selector.register(0, selectors.EVENT_READ)
         while True:
-            if not selector.select(LOOK_S):
-                if running and (problem := engine.problem()) and problem != told:
-                    told = problem
+            if not selector.select(POLL_S):
+                if running and (problem := engine.problem()) and problem != reported_problem:
+                    reported_problem = problem
                     say({"problem": problem[:4000]})
                 continue
-            data = os.read(0, MOST_LINE_BYTES)
+            data = os.read(0, MAX_LINE_BYTES)
             if not data:
                 return
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                asked = _message(line)
+                asked = _parse_message(line)
                 if "start" in asked:
                     try:
                         engine.start(asked["start"])
-                        running, told = True, ""
+                        running = True
+                        reported_problem = ""
                         say({"started": True})
                     except (ClusterError, OSError, ValueError, RuntimeError) as error:
                         say({"problem": str(error)[:4000]})
@@ -199,9 +210,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _message(line: bytes) -> dict[str, Any]:
+def _parse_message(line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        message = json.loads(line)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return message if isinstance(message, dict) else {}

@@ -29,28 +29,33 @@ import realhf
 
 PORT = 7788
 GROUP = 65532
-"""Files of the secret and of the claim belong to this group, which a user of the image other than root has, too."""
+"""Group of the files of secret and claim, so that a container user other than root can read them."""
 CHECK_S = 120.0
-RUNS, SECRET, KEY = "/runs", "/etc/realhf", "/tmp/cluster.key"
+RUNS = "/runs"
+SECRET = "/etc/realhf"
+KEY = "/tmp/cluster.key"
 KEYS = {"launcher": "cluster.key", "host": "hosts.key"}
-"""What pods of each kind have of the secret."""
+"""File of the secret that each kind of pod gets."""
 NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 OWN_KEY = f"install -m 600 {SECRET}/{{}} {KEY}"
-"""A mounted secret is a link to a file whose mode its pod does not choose; the keys have to be their reader's alone."""
+"""Copies the keys, which only their reader may have access to; the mode of a mounted secret cannot be chosen."""
 
 
 def manifest(
     name: str, image: str, claim: str, hosts: int, arguments: Sequence[str], *, cpus: str, memory: str, gpus: int
 ) -> dict[str, Any]:
-    """Return the JobSet. A host that fails is started again; when the launcher fails, all are, and the run goes on
-    after its last checkpoint. A pod that its node puts out is started again without counting as failed."""
+    """Return the JobSet.
+
+    A failed host is restarted. If the launcher fails, all pods are restarted, and the run continues from its last
+    checkpoint. A pod that is evicted is restarted without counting as failed.
+    """
     if not any(text.startswith("trial_name=") for text in arguments):
-        arguments = [*arguments, f"trial_name={name}"]  # a launcher that is started again goes on with the run
+        arguments = [*arguments, f"trial_name={name}"]  # a restarted launcher continues the run
     launch = [
         *("python", "-m", "realhf.launch", *arguments, "scheduler=join", f"fileroot={RUNS}", "recover_mode=auto"),
         *(f"scheduler.key_file={KEY}", f"scheduler.port={PORT}", f"scheduler.min_hosts={hosts}"),
     ]
-    # The shell fills in the address of the pod, and its index; everything else is quoted.
+    # The shell expands the address and the index of the pod; everything else is quoted.
     found = ' network.bind="$POD_IP" scheduler.address="$POD_IP"'
     launcher = f"tcp://{name}-launcher-0-0.{name}:{PORT}"
     join = ["python", "-m", "realhf.worker", "--join", launcher, "--key-file", KEY, "--host-agent"]
@@ -94,7 +99,7 @@ def _job(role: str, pods: int, command: str, pod: Mapping[str, str], *, gpus: in
         "volumes": [
             {"name": "runs", "persistentVolumeClaim": {"claimName": pod["claim"]}},
             {"name": "keys", "secret": {"secretName": pod["secret"], "defaultMode": 0o440, "items": [key]}},
-            # Tensors go from process to process through it; a container has 64 MB otherwise.
+            # For tensors between processes; the default of a container is 64 MB.
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -112,7 +117,7 @@ def _job(role: str, pods: int, command: str, pod: Mapping[str, str], *, gpus: in
 
 
 def _problem(arguments: Sequence[str]) -> str:
-    """Return what a launch with these arguments says against them, "" if nothing."""
+    """Return the errors of a launch with these arguments; "" if it is valid."""
     given = [text for text in arguments if not text.startswith("fileroot=")]
     command = [sys.executable, "-m", "realhf.launch", *given, "scheduler=join", "network.bind=10.0.0.1", "mode=check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_S, check=False)

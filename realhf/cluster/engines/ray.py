@@ -1,4 +1,4 @@
-"""Is ``scheduler=ray``: the launcher's own machine, and host agents that Ray places."""
+"""``scheduler=ray``: the launcher's own machine, and host agents that Ray places."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from realhf.cluster.placement import ClusterError
 from realhf.cluster.scheduler import ClusterScheduler
 from realhf.scheduler.base import SchedulerDefinition
 
-TRAINER, PLAYER = "trainer", "player"
+TRAINER = "trainer"
+PLAYER = "player"
 
 
 @dataclass
@@ -48,7 +49,7 @@ class RayOptions(EngineOptions):
             yield f"{name}.trainer_gpus={self.trainer_gpus}: has no effect without {name}.trainer_cpus"
 
     def domains(self) -> list[tuple[str, dict[str, dict[str, float]]]]:
-        """Return the failure domains: Ray's strategy, and what each host needs, by its name."""
+        """Return the failure domains: Ray's strategy, and the resources of each host by name."""
         found: list[tuple[str, dict[str, dict[str, float]]]] = []
         if self.trainer_cpus:
             found.append(("STRICT_PACK", {TRAINER: _needs(self.trainer_cpus, self.trainer_gpus)}))
@@ -63,7 +64,7 @@ def _needs(cpus: int, gpus: int) -> dict[str, float]:
 
 
 class RayStarter(HelperStarter):
-    """Is an ``AgentStarter`` by a helper process, which imports Ray and ends with the run."""
+    """``AgentStarter`` with a helper process that imports Ray and ends with the run."""
 
     def __init__(self, options: RayOptions) -> None:
         self._options = options
@@ -71,14 +72,14 @@ class RayStarter(HelperStarter):
         self.hosts = [name for _, bundles in options.domains() for name in bundles]
 
     def check(self) -> None:
-        """See ``AgentStarter``. Raises ClusterError where there is no Ray, or no cluster at the address."""
+        """See ``AgentStarter``. Raises ClusterError without Ray, or without a cluster at the address."""
         if self._options.ray:
             reach(self._options.ray)
         if find_spec("ray") is None:
             raise ClusterError(NO_RAY)
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
-        """See ``AgentStarter``. Raises ClusterError that names what does not fit, or the cluster that is not there."""
+        """See ``AgentStarter``. Raises ClusterError if the hosts do not fit, or the cluster is not reached."""
         options = self._options
         plan: dict[str, Any] = {
             "address": options.ray,
@@ -96,7 +97,7 @@ def make(options: RayOptions) -> ClusterScheduler:
 
 
 def _with_hosts(options: RayOptions) -> RayOptions:
-    """Return the options with the hosts that Ray places, and with the trainers on the one that was asked for."""
+    """Return the options with the hosts that Ray places, and with the trainers placed on theirs."""
     names = [name for _, bundles in options.domains() for name in bundles]
     placement = {"model_worker": TRAINER} if TRAINER in names else {}
     return replace(options, hosts=[*names, *options.hosts], placement=placement | options.placement)

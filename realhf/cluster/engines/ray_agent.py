@@ -1,4 +1,4 @@
-"""Runs a host agent below a Ray actor: an ordinary child process, which ends with the actor."""
+"""Ray actor that runs a host agent as an ordinary child process, which ends with the actor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from realhf.scheduler.process import failure_cause
 from realhf.transport.network import keep_in_memory
 
 GRACE_S = 6.0
+"""Seconds between SIGTERM and SIGKILL for the agent."""
 
 
 class RayAgent:
-    """Is the actor's class; one thread of the actor serves all its methods. It imports nothing of Ray."""
+    """Class of the actor, whose methods run on one thread. Does not import Ray."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,7 +26,7 @@ class RayAgent:
         self._end = ""
 
     def start(self, endpoint: str, keys: str) -> str:
-        """Start the agent, which joins the endpoint at ``endpoint``; return the host's own name."""
+        """Start the agent, which joins ``endpoint``; return the host's name."""
         argv = ("--join", endpoint, "--key-file", str(keep_in_memory(keys)), "--host-agent", "--temporary")
         name = ("--name", self._name)
         self._local.start(WorkerSpec(self._name, "realhf.worker", argv + name, self._folder / "agent.log"))
@@ -40,6 +41,6 @@ class RayAgent:
         return self._end
 
     def stop(self) -> None:
-        """End the agent and all that it has started, and remove its folder."""
+        """End the agent with its child processes, and remove its folder."""
         self._local.stop(GRACE_S)
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Starts host agents by Ray, in a process of its own: ``python -m realhf.cluster.engines.ray_driver``.
+"""Helper process that starts host agents by Ray: ``python -m realhf.cluster.engines.ray_driver``.
 
 Each failure domain is a placement group: one bundle for the mesh that trains (STRICT_PACK), and the bundles of the
-players (SPREAD). Each bundle gets one actor (``RayAgent``) that is never restarted: a lost host is the launcher's
-business. Nothing but the agents' start and end goes through Ray.
+players (SPREAD). Each bundle gets one actor (``RayAgent``), which Ray never restarts: the launcher handles lost hosts.
+Only the start and the end of agents go through Ray.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_RAY = f"scheduler=ray: Ray is not installed here: {install_command('ray')}"
 
 
 def reach(address: str) -> None:
-    """Raise ClusterError where nothing listens: Ray itself would try for a minute."""
+    """Raise ClusterError if nothing listens at ``address``; Ray itself would retry for a minute."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=REACH_S).close()
@@ -43,12 +43,14 @@ def reach(address: str) -> None:
 CALL_S = 10.0
 OWN_CLUSTER_S = 30.0
 OBJECT_STORE_BYTES = 80 << 20
-"""Ray wants a store for objects, of at least 75 MB; nothing is put into it."""
+"""Size of Ray's object store, which must be at least 75 MB; it stays empty."""
 
 
 class RayEngine:
-    """Runs agents on a Ray cluster: one that runs at ``address`` (HOST:PORT), or one for this run alone on this
-    machine, with ports and a folder of its own."""
+    """Engine for a running Ray cluster at ``address`` (HOST:PORT), or for a new one on this machine.
+
+    A new cluster is for this run only, with ports and a folder of its own.
+    """
 
     def __init__(self) -> None:
         self._groups: list[Any] = []
@@ -57,12 +59,14 @@ class RayEngine:
         self._folder = ""
 
     def start(self, plan: Mapping[str, Any]) -> None:
-        """Run the agents of ``plan``: ``address``, ``endpoint``, ``keys`` (by agent, what a file of them holds),
-        ``limit_s`` and ``domains``, a list of (strategy, {agent: resources}). Raises ClusterError; nothing runs
-        then."""
+        """Start the agents of ``plan``.
+
+        Its keys: ``address``, ``endpoint``, ``keys`` (content of the file of keys by agent), ``limit_s``, and
+        ``domains``, a list of (strategy, {agent: resources}). Raises ClusterError; then no agent runs.
+        """
         address = str(plan["address"])
         if not address:
-            self._folder = _kept_to_oneself()
+            self._folder = _prepare_private_cluster()
         ray = _ray()
         deadline = process_clock.now() + float(plan["limit_s"])
         calls: dict[str, Any] = {}
@@ -78,7 +82,7 @@ class RayEngine:
             self.stop()
             raise ClusterError(f"Ray did not start the host agents within {plan['limit_s']:g} s") from None
         except ray.exceptions.RayError as error:
-            who = self._failed(calls)
+            who = self._describe_failed_agent(calls)
             self.stop()
             raise ClusterError(f"Ray cannot start {who}: {_last_line(error)}") from None
         except BaseException:
@@ -86,7 +90,7 @@ class RayEngine:
             raise
 
     def problem(self) -> str:
-        """See ``Engine``: asks all actors in one call."""
+        """See ``Engine``. Queries all actors in one call."""
         ray = _ray()
         try:
             calls = [agent.problem.remote() for agent in self._agents.values()]
@@ -97,7 +101,7 @@ class RayEngine:
             return f"Ray lost a host agent: {_last_line(error)}"
 
     def stop(self) -> None:
-        """See ``Engine``. Other users of the cluster keep theirs."""
+        """See ``Engine``. Does not affect other users of the cluster."""
         if not self._agents and not self._groups and not self._folder:
             return
         ray = _ray()
@@ -109,7 +113,9 @@ class RayEngine:
         for group in self._groups:
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(group)
-        self._agents, self._bundles, self._groups = {}, {}, []
+        self._agents = {}
+        self._bundles = {}
+        self._groups = []
         with contextlib.suppress(Exception):
             ray.shutdown()
         if self._folder:
@@ -132,7 +138,7 @@ class RayEngine:
                 "include_dashboard": False,
                 "num_cpus": len(os.sched_getaffinity(0)),
                 "object_store_memory": OBJECT_STORE_BYTES,
-                # Ray would kill workers of ours where it takes the host's memory for full.
+                # Otherwise Ray kills our workers when it considers the host's memory full.
                 "_system_config": {"memory_monitor_refresh_ms": 0},
             }
         while True:
@@ -141,13 +147,13 @@ class RayEngine:
                 return
             except Exception as error:
                 ray.shutdown()
-                # Ray gives a cluster of one's own 30 s to start, which a busy machine may not do at once.
+                # Ray allows a new cluster 30 s to start, which may not suffice on a busy machine.
                 if address or process_clock.now() > deadline - OWN_CLUSTER_S:
                     where = f"the Ray cluster at {address} (scheduler.ray)" if address else "a Ray cluster of its own"
                     raise ClusterError(f"scheduler=ray: cannot use {where}: {_last_line(error)}") from None
 
-    def _failed(self, calls: Mapping[str, Any]) -> str:
-        """Return which host agent could not be started, and the node that it was to run on."""
+    def _describe_failed_agent(self, calls: Mapping[str, Any]) -> str:
+        """Describe the host agent that could not be started, and its node."""
         ray, found = _ray(), "a host agent"
         with contextlib.suppress(Exception):
             ended, _ = ray.wait([*calls.values()], num_returns=len(calls), timeout=0)
@@ -166,16 +172,18 @@ class RayEngine:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         for name, needs in bundles.items():
             if not any(all(node["Resources"].get(kind, 0) >= n for kind, n in needs.items()) for node in nodes):
-                raise ClusterError(f"no node of the Ray cluster can ever hold {name} ({_words(needs)}): {_has(nodes)}")
+                wanted = _describe_resources(needs)
+                nodes_text = _describe_nodes(nodes)
+                raise ClusterError(f"no node of the Ray cluster can ever hold {name} ({wanted}): {nodes_text}")
         group = ray.util.placement_group([dict(needs) for needs in bundles.values()], strategy=strategy)
         self._groups.append(group)
         if not group.wait(max(1.0, deadline - process_clock.now())):
-            wanted = "; ".join(f"{name} ({_words(needs)})" for name, needs in bundles.items())
-            free = _words(ray.available_resources())
+            wanted = "; ".join(f"{name} ({_describe_resources(needs)})" for name, needs in bundles.items())
+            free = _describe_resources(ray.available_resources())
             raise ClusterError(
-                f"Ray found no room for {wanted} in time (scheduler.wait_s); free now: {free}; {_has(nodes)}"
+                f"Ray found no room for {wanted} in time (scheduler.wait_s); free now: {free}; {_describe_nodes(nodes)}"
             )
-        # Imported by name on the node, which needs the package for its workers anyway.
+        # Ray imports it by name on the node, which has the package for its workers.
         from realhf.cluster.engines.ray_agent import RayAgent
 
         for index, (name, needs) in enumerate(bundles.items()):
@@ -191,25 +199,27 @@ class RayEngine:
             self._bundles[name] = group, index
 
 
-def _kept_to_oneself() -> str:
-    """Make a folder for a Ray cluster of one's own, and have it listen on the loopback and want a token, before Ray is
-    imported. Who reaches a Ray cluster can run programs as its user, and other users of this machine reach the
-    loopback."""
-    # Short: Ray's sockets lie in it, whose paths may have 107 characters.
+def _prepare_private_cluster() -> str:
+    """Create a folder for a new Ray cluster, and make it listen on the loopback and require a token.
+
+    Must be called before Ray is imported. A client of a Ray cluster can run programs as its user, and other users
+    of this machine can connect to the loopback.
+    """
+    # A short path, since it contains Ray's sockets, whose paths are limited to 107 characters.
     folder = tempfile.mkdtemp(prefix="realhf-ray-", dir="/tmp")
     token = Path(folder) / "token"
     token.touch(0o600)
     token.write_text(secrets.token_hex(32), encoding="ascii")
     os.environ.pop("RAY_AUTH_TOKEN", None)
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
-    # By this Ray takes 127.0.0.1 for its node's address, as it does where it makes no clusters of several machines. It
-    # does not let itself be given that address.
+    # Makes Ray use 127.0.0.1 as the address of its node, as on systems without clusters. It accepts no such address
+    # as an argument.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return folder
 
 
 def _ray() -> Any:
-    """Import Ray, an extra that is not there for most who read or check this file. Raises ClusterError."""
+    """Import Ray, an optional dependency that type checkers need not have. Raises ClusterError without it."""
     try:
         return import_module("ray")
     except ImportError:
@@ -217,8 +227,10 @@ def _ray() -> Any:
 
 
 def _check_node_here(address: str) -> None:
-    """Raise ClusterError where this machine is no part of any Ray cluster: Ray itself would look for its node for a
-    minute. Versions before 2.60 look for it otherwise, and say soon that there is none."""
+    """Raise ClusterError if this machine is not a node of a Ray cluster.
+
+    Ray itself would search for its node for a minute. Versions before 2.60 have another search, which soon fails.
+    """
     find = getattr(import_module("ray._private.services"), "find_node_ids", None)
     if find is not None and not find():
         raise ClusterError(
@@ -227,12 +239,12 @@ def _check_node_here(address: str) -> None:
         )
 
 
-def _words(resources: Mapping[str, float]) -> str:
+def _describe_resources(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if resources.get(kind)) or "nothing"
 
 
-def _has(nodes: Sequence[Mapping[str, Any]]) -> str:
-    return "; ".join(f"{_name(node)} has {_words(node['Resources'])}" for node in nodes)
+def _describe_nodes(nodes: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(f"{_name(node)} has {_describe_resources(node['Resources'])}" for node in nodes)
 
 
 def _name(node: Mapping[str, Any]) -> str:

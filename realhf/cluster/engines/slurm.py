@@ -1,4 +1,4 @@
-"""Is ``scheduler=slurm``: a batch job whose first node runs the launcher, and each of whose nodes a host agent.
+"""``scheduler=slurm``: a batch job with a launcher on its first node and a host agent on each node.
 
 ``mode=check`` prints the script for ``sbatch``. In the job, the launcher starts the agents with one ``srun``.
 """
@@ -26,10 +26,11 @@ from realhf.scheduler.base import SchedulerDefinition
 WORD = re.compile(r"[A-Za-z0-9._,@%+:=-]*")
 TIME = re.compile(r"(\d+-)?\d{1,2}:\d\d:\d\d")
 JOB = "SLURM_JOB_ID"
-"""Is set in a job, and in the shell of ``salloc``."""
+"""Environment variable that is set in a job, and in the shell of ``salloc``."""
 NOTICE_S = 120
-"""How long before the end of its time a job is told, so that it ends in order and is queued again."""
+"""Seconds before the end of its time at which a job gets a signal, to end cleanly and be queued again."""
 GIVEN_HERE = ("mode=", "scheduler=", "scheduler.address=", "network.bind=", "recover_mode=")
+"""Arguments that the script sets itself."""
 
 
 @dataclass
@@ -107,7 +108,7 @@ def script(options: SlurmOptions, arguments: Sequence[str]) -> str:
     words = [sys.executable, "-m", "realhf.launch", *kept, "scheduler=slurm", "recover_mode=auto"]
     found = ' network.bind="$address"'
     if not any(text.startswith("trial_name=") for text in kept):
-        found += ' trial_name="job-$SLURM_JOB_ID"'  # the job is queued again under the same number
+        found += ' trial_name="job-$SLURM_JOB_ID"'  # a requeued job keeps its number
     return SCRIPT.format(
         nodes=options.nodes,
         cpus=options.cpus_per_node,
@@ -120,7 +121,7 @@ def script(options: SlurmOptions, arguments: Sequence[str]) -> str:
 
 
 class SlurmStarter(HelperStarter):
-    """Is an ``AgentStarter`` by one ``srun`` over the nodes of the job that the launcher runs in."""
+    """``AgentStarter`` with one ``srun`` over the nodes of the launcher's job."""
 
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options
@@ -128,15 +129,17 @@ class SlurmStarter(HelperStarter):
         self.hosts = [f"node-{index}" for index in range(options.nodes)]
 
     def check(self) -> None:
-        """See ``AgentStarter``. Raises ClusterError where there is no ``srun``, and outside a job: there srun would
-        take nodes by itself, while launcher, master and trainer computed on the login node."""
+        """See ``AgentStarter``. Raises ClusterError without ``srun``, and outside a job.
+
+        Outside a job, srun would allocate nodes, while launcher, master and trainer ran on the login node.
+        """
         if shutil.which("srun") is None:
             raise ClusterError(NO_SRUN.format("there is none"))
         if not os.environ.get(JOB):
             raise ClusterError(NO_SRUN.format(f"this is no job of Slurm, {JOB} is not set"))
 
     def start_agents(self, endpoint: str, keys: HostKeys) -> None:
-        """See ``AgentStarter``. Raises ClusterError where there is no ``srun``."""
+        """See ``AgentStarter``. Raises ClusterError without ``srun``."""
         plan = {"endpoint": endpoint, "keys": keys.text(), "nodes": self._options.nodes, "python": sys.executable}
         self._engine.start(plan, self._options.wait_s, "srun")
 

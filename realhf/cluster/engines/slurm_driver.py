@@ -1,4 +1,4 @@
-"""Starts host agents by ``srun``, in a process of its own: ``python -m realhf.cluster.engines.slurm_driver``."""
+"""Helper process that starts host agents by ``srun``: ``python -m realhf.cluster.engines.slurm_driver``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from realhf.cluster.engines.engine_process import serve
 from realhf.cluster.placement import ClusterError
 from realhf.scheduler.process import FATAL
 
-LEAVE_S, STOP_S = 6.0, 6.0
-"""How long agents that have heard of the end may take to leave, and srun to end them after that."""
+LEAVE_S = 6.0
+"""Seconds that agents have to leave by themselves after the end of the run."""
+STOP_S = 6.0
+"""Seconds that srun then has to end them."""
 TAIL_BYTES = 8000
 NO_SRUN = (
     "scheduler=slurm: srun cannot be run here ({}); this launch belongs into a batch job, whose script mode=check "
@@ -24,31 +26,31 @@ TASK = """\
 exec {python} -m realhf.worker --join {endpoint} --key-file - --host-agent --name "node-$SLURM_PROCID" --temporary \\
     --linger-s 0
 """
-"""What runs on each node. The keys come over the standard input, which srun gives to all tasks, so that each node has
-those of all: they are on no command line and on no disk."""
+"""Command on each node. The keys come over standard input, which srun copies to all tasks, so that they are on no
+command line and no disk; each node gets the keys of all."""
 
 
 class SlurmEngine:
-    """Runs one ``srun`` with a task for each node."""
+    """Engine with one ``srun`` that has a task for each node."""
 
     def __init__(self) -> None:
         self._srun: subprocess.Popen[bytes] | None = None
-        self._said: Any = None
+        self._output: Any = None
 
     def start(self, plan: Mapping[str, Any]) -> None:
-        """Run the agents of ``plan``: ``endpoint``, ``keys``, ``nodes`` and ``python``. Raises ClusterError."""
+        """Start the agents of ``plan`` (``endpoint``, ``keys``, ``nodes``, ``python``). Raises ClusterError."""
         task = TASK.format(python=shlex.quote(plan["python"]), endpoint=shlex.quote(plan["endpoint"]))
         nodes = str(int(plan["nodes"]))
-        # One node that fails must not end the others: the launcher decides what happens then.
+        # A failed node must not end the others: the launcher handles it.
         command = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
         command += ["--overlap", "--input=all", "bash", "-c", task]
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - read until ``stop``
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - read until ``stop``
         try:
-            self._srun = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._said, stderr=self._said)
+            self._srun = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=self._output, stderr=self._output)
         except OSError as error:
             raise ClusterError(NO_SRUN.format(error.strerror)) from None
         assert self._srun.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended at once; what it said tells why
+        with contextlib.suppress(BrokenPipeError):  # it has ended already; its output has the reason
             self._srun.stdin.write(plan["keys"].encode())
             self._srun.stdin.close()
 
@@ -56,9 +58,9 @@ class SlurmEngine:
         """See ``Engine``."""
         if self._srun is None or (code := self._srun.poll()) is None:
             return ""
-        self._said.seek(0, 2)
-        self._said.seek(max(0, self._said.tell() - TAIL_BYTES))
-        lines = [line for line in self._said.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        self._output.seek(0, 2)
+        self._output.seek(max(0, self._output.tell() - TAIL_BYTES))
+        lines = [line for line in self._output.read().decode("utf-8", "replace").splitlines() if line.strip()]
         causes = [line for line in lines if FATAL in line] or lines
         return f"srun has ended with exit code {code}" + (f": {causes[-1].strip()}" if causes else "")
 
@@ -66,14 +68,14 @@ class SlurmEngine:
         """See ``Engine``."""
         if self._srun is None:
             return
-        # Asked to end, srun kills its tasks at once, which could then leave files behind.
+        # On SIGTERM, srun kills its tasks at once, and they may leave files behind: so wait first.
         for end, limit_s in ((lambda: None, LEAVE_S), (self._srun.terminate, STOP_S), (self._srun.kill, None)):
             end()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._srun.wait(limit_s)
                 break
         self._srun = None
-        self._said.close()
+        self._output.close()
 
 
 if __name__ == "__main__":
