@@ -81,7 +81,7 @@ def _embedded(model: ModelSpec, options: AsyncConfig, tracer: Tracer, shared: bo
         version=-1,
         pause_timeout_s=options.pause_timeout_s,
         tracer=tracer,
-        most_bytes=lambda: cache_bytes(model.engine.kv_cache_gib, weights.device, shared=shared, taken=taken),
+        max_bytes=lambda: cache_bytes(model.engine.kv_cache_gib, weights.device, shared=shared, taken=taken),
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads supervised data: conversations of a JSONL file as tokens with a loss mask on the assistant's words."""
+"""Supervised data: conversations of a JSONL file as tokens, with a loss mask on the assistant's turns."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ from realhf.base.json_rows import count_json_lines, read_json_lines
 def conversation_tokens(
     row: Mapping[str, Any], chat: TemplateChat, system_prompt: str = ""
 ) -> tuple[list[int], list[bool]]:
-    """Return ids and loss mask of a demonstrated episode.
+    """Return token ids and loss mask of a demonstration.
 
-    ``row`` has ``messages`` of the roles system, user, assistant and tool, and perhaps the schemas of ``tools``, in the
-    form of the OpenAI chat API; ``system_prompt`` precedes them. The ids are those that the episode would have had: the
-    same template text around the turns, every turn tokenised alone, nothing after the last turn. An assistant message
-    with ``"train": false`` (a mistake to recover from) stays in the context and out of the loss;
-    ``reasoning_content`` is part of the turn, as the template writes it, and stays in the context of later turns.
-    Raises ValueError for what ``demonstration_problems`` finds, ChatTemplateError for messages that the template does
-    not render.
+    The ids are the same as those of a played episode with these messages: the same template text around
+    the turns, every turn tokenised separately, nothing after the last turn. An assistant message with
+    ``"train": false`` (a mistake to recover from) stays in the context but not in the loss.
+    ``reasoning_content`` is part of its turn, as the template renders it, and stays in the context of later
+    turns.
+
+    Args:
+        row: ``messages`` with the roles system, user, assistant and tool and, optionally, the schemas of
+            ``tools``, in the format of the OpenAI chat API.
+        chat: Chat template and tokenizer.
+        system_prompt: System message before the messages, empty for none.
+
+    Raises ValueError for the first of ``demonstration_problems``, ChatTemplateError for messages that the
+    template cannot render.
     """
     for problem in demonstration_problems(row):
         raise ValueError(problem)
-    messages, tools = row["messages"], row.get("tools") or ()
+    messages = row["messages"]
+    tools = row.get("tools") or ()
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     ids = chat.opening([*system, *messages[: turns[0]]], tools)
@@ -49,8 +57,11 @@ def conversation_tokens(
 
 
 class ChatDataset:
-    """Holds the rows of a JSONL file, tokenised once, on the worker. Raises ValueError when a row is longer than
-    ``max_tokens`` (cut, it would teach turns without their ends) or is no demonstration."""
+    """Tokenised rows of a JSONL file, on the worker.
+
+    Raises ValueError if a row is not a valid demonstration or is longer than ``max_tokens``. Truncating it
+    would train on turns without their ends.
+    """
 
     def __init__(
         self,
@@ -72,10 +83,10 @@ class ChatDataset:
         if not self._rows:
             raise ValueError(f"{path} holds no conversations")
         lengths = [len(ids) for ids, _ in self._rows]
-        above = sum(length > max_tokens for length in lengths)
-        if above:
+        n_too_long = sum(length > max_tokens for length in lengths)
+        if n_too_long:
             raise ValueError(
-                f"{path}: {above} of {len(lengths)} conversations are longer than "
+                f"{path}: {n_too_long} of {len(lengths)} conversations are longer than "
                 f"rollout.max_total_tokens={max_tokens} (the longest has {max(lengths)} tokens): raise "
                 "it, or leave them out"
             )
@@ -84,23 +95,23 @@ class ChatDataset:
         return len(self._rows)
 
     def load(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
-        """Return the keys ``packed_input_ids`` i64 [L] and ``loss_mask`` bool [L] of these rows, named ``ids``."""
+        """Return these rows as samples ``ids`` with ``packed_input_ids`` i64 (L) and ``loss_mask`` bool (L)."""
         import torch
 
-        chosen = [self._rows[row] for row in rows]
-        lengths = [[len(tokens)] for tokens, _ in chosen]
+        selected = [self._rows[row] for row in rows]
+        lengths = [[len(tokens)] for tokens, _ in selected]
         return SequenceSample.from_tensors(
             tuple(ids),
             {
-                "packed_input_ids": torch.tensor([i for tokens, _ in chosen for i in tokens], dtype=torch.int64),
-                "loss_mask": torch.tensor([m for _, mask in chosen for m in mask], dtype=torch.bool),
+                "packed_input_ids": torch.tensor([i for tokens, _ in selected for i in tokens], dtype=torch.int64),
+                "loss_mask": torch.tensor([m for _, mask in selected for m in mask], dtype=torch.bool),
             },
             {"packed_input_ids": lengths, "loss_mask": lengths},
         )
 
 
 class ChatDatasetSource:
-    """Decides on the master which rows come next: a permutation per (seed, epoch). Ids are ``row@epoch``."""
+    """Order of the rows, on the master: a permutation per (seed, epoch). Sample ids are ``row@epoch``."""
 
     def __init__(self, *, seed: int, path: str) -> None:
         self._n_rows = count_json_lines(Path(path))
@@ -110,7 +121,7 @@ class ChatDatasetSource:
         self._cursor = 0
 
     def next_batch(self, n: int) -> list[SourceItem]:
-        """Draw the next ``n`` rows; epochs follow one another without a break."""
+        """Return the next ``n`` rows. A batch may span the end of an epoch."""
         items = []
         for _ in range(n):
             epoch, position = divmod(self._cursor, self._n_rows)
@@ -120,24 +131,26 @@ class ChatDatasetSource:
         return items
 
     def record(self, results: list[SampleResult]) -> None:
-        """Do nothing: rows are drawn whatever was learned from them."""
+        """Ignore the results: the order of the rows does not depend on them."""
         del results
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of rows drawn so far, which decides all later draws."""
+        """Return the number of rows drawn so far, which determines all later ones."""
         return {"cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what ``state_dict`` returned. Raises KeyError without ``cursor``."""
+        """Restore the state of ``state_dict``. Raises KeyError without ``cursor``."""
         self._cursor = int(state["cursor"])
 
     def stats(self) -> dict[str, float]:
-        """Return ``epoch``, the epochs drawn so far, with their fraction."""
+        """Return ``epoch``, the number of epochs drawn so far (fractional)."""
         return {"epoch": self._cursor / self._n_rows}
 
     def _permutation(self, epoch: int) -> list[int]:
+        """Return the order of the rows in an epoch."""
         if getattr(self, "_cached_epoch", None) != epoch:
             rows = list(range(self._n_rows))
             random.Random(f"{self._seed}/{epoch}").shuffle(rows)
-            self._cached_epoch, self._cached_rows = epoch, rows
+            self._cached_epoch = epoch
+            self._cached_rows = rows
         return self._cached_rows

@@ -1,10 +1,12 @@
-"""Keeps finished samples on disk until a checkpoint covers their training (docs/reference/dataflow.md 9, Journal).
+"""Write-ahead log of finished samples, kept until a checkpoint covers their training.
 
-Each rank of the trainer has a log of its own, the first in the folder, the others in ``rank-<r>`` below it, and reads
-those of all, also of ranks that an earlier start of the run had. Segments ``payload-<n>.log`` hold records
-``crc32 u32 | frames u32 | size u64 per frame | frames``, little-endian; the checksum covers all that follows it. A log
-never appends to a segment of an earlier one, so a torn tail stays where it is and harms nothing: a record counts from
-when its reference was handed out.
+Each rank of the trainer has a log of its own, rank 0 in the folder, the others in ``rank-<r>`` below it. It
+can read the logs of all ranks, including those of ranks that only an earlier start of the run had.
+
+Segments ``payload-<n>.log`` contain records ``crc32 u32 | frames u32 | size u64 per frame | frames``,
+little-endian; the checksum covers everything after it. A record is valid once ``append`` has returned its
+reference. A log never appends to a segment of an earlier start, so an incomplete record at the end of one is
+harmless. See docs/reference/dataflow.md 9, Journal.
 """
 
 from __future__ import annotations
@@ -22,42 +24,59 @@ from realhf.api.calls import PayloadRef, rank_of
 from realhf.base.files import disk_blamed
 
 SEGMENT_BYTES = 64 << 20
+"""Default size from which a new segment is started, bytes."""
 MAX_FRAMES = 1 << 16
+"""Maximum number of frames of a record."""
 _IOV_MAX = 1024
+"""Maximum number of buffers of one writev call (Linux)."""
 
 
 class PayloadDamaged(ValueError):
-    """A reference points to something that is not the record that was written."""
+    """A reference does not point to a valid record."""
 
 
 class PayloadLog:
-    """Appends records to one segment at a time and begins a new one after ``segment_bytes``. It is not thread-safe.
-    ``folder`` is that of all ranks. Raises OSError when the own one cannot be made or read."""
+    """Log of the samples of one rank, which also reads those of other ranks. Not thread-safe.
+
+    Args:
+        folder: Folder of the logs of all ranks.
+        rank: Rank of the trainer.
+        segment_bytes: Size from which a new segment is started, bytes.
+
+    Raises OSError if the folder of the rank cannot be created or read.
+    """
 
     def __init__(self, folder: Path, *, rank: int = 0, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self._root, self._rank, self._segment_bytes = folder, rank, segment_bytes
+        self._root = folder
+        self._rank = rank
+        self._segment_bytes = segment_bytes
         self._folder = _folder_of(folder, rank)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._next = max(self.segments(), default=-1) + 1
-        self._active, self._descriptor, self._end = -1, -1, 0
+        self._active = -1
+        self._descriptor = -1
+        self._end = 0
 
     @property
     def folder(self) -> Path:
-        """The folder of the logs of all ranks."""
+        """Folder of the logs of all ranks."""
         return self._root
 
     @property
     def active(self) -> int:
-        """The number of the segment that is written to; -1 before the first append."""
+        """Number of the segment that is appended to, -1 before the first append."""
         return self._active
 
     def segments(self) -> list[int]:
-        """Return the numbers of the segments of the own rank, ascending."""
+        """Return the numbers of the segments of this rank, ascending."""
         return _segments(self._folder)
 
     def append(self, items: Sequence[Sequence[Any]]) -> list[PayloadRef]:
-        """Write one record per item (its frames, any buffers) and make all durable with one sync. Raises OSError; then
-        none of them counts, and the next call begins a new segment."""
+        """Write one record per item and make all of them durable with one sync; return their references.
+
+        An item is a sequence of frames (buffers). After an OSError none of the records is valid, and the
+        next call starts a new segment.
+        """
         if not items:
             return []
         if self._descriptor < 0 or self._end >= self._segment_bytes:
@@ -66,7 +85,7 @@ class PayloadLog:
         buffers: list[Any] = []
         end = self._end
         for frames in items:
-            record = _record(frames)
+            record = _build_record(frames)
             nbytes = sum(part.nbytes for part in record)
             refs.append([self._active, end, nbytes, *([self._rank] if self._rank else [])])
             buffers += record
@@ -82,8 +101,11 @@ class PayloadLog:
         return refs
 
     def read(self, ref: Sequence[int]) -> list[bytearray]:
-        """Read the frames of a record of any rank into writable memory. Raises PayloadDamaged for one that is not there
-        as it was written, and OSError where that cannot be said now, e.g. for want of a descriptor."""
+        """Return the frames of a record of any rank, in writable memory.
+
+        Raises PayloadDamaged if the record is missing or damaged, OSError if it cannot be read for
+        another reason, e.g. too many open files.
+        """
         segment, offset, nbytes = ref[:3]
         try:
             with open(_path(_folder_of(self._root, rank_of(ref)), segment), "rb") as file:
@@ -91,7 +113,7 @@ class PayloadLog:
                 raw = memoryview(file.read(nbytes))
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL):
-                raise  # the record may be whole: what cannot be read now is not lost
+                raise  # The record may be intact.
             raise PayloadDamaged(f"payload {list(ref)} cannot be read: {error}") from None
         if raw.nbytes != nbytes or nbytes < 8:
             raise PayloadDamaged(f"payload {list(ref)}: {raw.nbytes} of {nbytes} bytes are there")
@@ -99,7 +121,8 @@ class PayloadLog:
         if zlib.crc32(raw[4:]) != crc or count > MAX_FRAMES or 8 + 8 * count > nbytes:
             raise PayloadDamaged(f"payload {list(ref)}: the checksum is wrong")
         sizes = struct.unpack_from(f"<{count}Q", raw, 8)
-        frames, begin = [], 8 + 8 * count
+        frames: list[bytearray] = []
+        begin = 8 + 8 * count
         for size in sizes:
             frames.append(bytearray(raw[begin : begin + size]))
             begin += size
@@ -108,15 +131,17 @@ class PayloadLog:
         return frames
 
     def keep_only(self, segments: Collection[int]) -> list[int]:
-        """Delete all other segments except the one that is written to. Returns those deleted."""
-        gone = [n for n in self.segments() if n not in segments and n != self._active]
-        for number in gone:
+        """Delete all segments but these and the active one; return the numbers of the deleted ones."""
+        deleted = [n for n in self.segments() if n not in segments and n != self._active]
+        for number in deleted:
             _path(self._folder, number).unlink()
-        return gone
+        return deleted
 
     def sweep(self, alive: Collection[PayloadRef], ranks: int) -> None:
-        """Delete the segments that hold none of these payloads from the logs of the ranks from ``ranks`` on: an earlier
-        start of the run had these, and nobody writes there."""
+        """Delete segments without a payload in ``alive`` from the logs of ranks >= ``ranks``.
+
+        Only an earlier start of the run had these ranks, so no process writes there.
+        """
         kept = {(rank_of(ref), ref[0]) for ref in alive}
         for folder in self._root.glob("rank-*"):
             rank = folder.name.removeprefix("rank-")
@@ -125,21 +150,26 @@ class PayloadLog:
             for number in _segments(folder):
                 if (int(rank), number) not in kept:
                     _path(folder, number).unlink()
-            with contextlib.suppress(OSError):  # something is left in it
+            with contextlib.suppress(OSError):  # The folder is not empty.
                 folder.rmdir()
 
     def close(self) -> None:
-        """Close the segment that is written to; a later append begins a new one."""
-        descriptor, self._descriptor, self._active = self._descriptor, -1, -1
+        """Close the active segment. A later append starts a new one."""
+        descriptor = self._descriptor
+        self._descriptor = -1
+        self._active = -1
         if descriptor >= 0:
             os.close(descriptor)
 
     def _roll(self) -> None:
+        """Start a new segment, and make its directory entry durable."""
         self.close()
         number = self._next
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._descriptor = os.open(_path(self._folder, number), flags, 0o644)
-        self._active, self._next, self._end = number, number + 1, 0
+        self._active = number
+        self._next = number + 1
+        self._end = 0
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -148,19 +178,23 @@ class PayloadLog:
 
 
 def _folder_of(root: Path, rank: int) -> Path:
+    """Return the folder of a rank's log."""
     return root / f"rank-{int(rank)}" if rank else root
 
 
 def _path(folder: Path, segment: int) -> Path:
+    """Return the path of a segment."""
     return folder / f"payload-{int(segment):06d}.log"
 
 
 def _segments(folder: Path) -> list[int]:
+    """Return the numbers of the segments in a folder, ascending."""
     stems = [path.stem.removeprefix("payload-") for path in folder.glob("payload-*.log")]
     return sorted(int(stem) for stem in stems if stem.isdigit())
 
 
-def _record(frames: Sequence[Any]) -> list[memoryview]:
+def _build_record(frames: Sequence[Any]) -> list[memoryview]:
+    """Return the buffers of a record. Raises ValueError for no or too many frames."""
     if not 1 <= len(frames) <= MAX_FRAMES:
         raise ValueError(f"{len(frames)} frames, allowed 1 to {MAX_FRAMES}")
     views = [memoryview(frame).cast("B") for frame in frames]
@@ -172,6 +206,7 @@ def _record(frames: Sequence[Any]) -> list[memoryview]:
 
 
 def _write_all(descriptor: int, buffers: Sequence[memoryview]) -> None:
+    """Write all buffers, also if a writev call writes only a part of them."""
     waiting = [view for view in buffers if view.nbytes]
     begin = 0
     while begin < len(waiting):

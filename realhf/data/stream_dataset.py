@@ -1,9 +1,9 @@
-"""Brings finished samples from rollout workers into the tensor store of a model worker, and serves the calls of the
-master about them (docs/reference/dataflow.md 9).
+"""Stream of finished samples from rollout workers into the tensor store of a model worker.
 
-A sample is received, decoded and checked, written to the payload log, put into the store, reported to the master, and
-when the master has answered (its ACCEPT is durable then) acknowledged to its producer. Until then the producer keeps
-it, so a death at any point loses nothing; a sample that comes twice is recognised by (id, attempt).
+A sample is received, decoded and validated, written to the payload log, put into the store and reported to
+the master. When the master has answered (its ACCEPT is durable then), the sample is acknowledged to its
+producer, which keeps it until then. So a crash at any point loses no sample. A sample that arrives twice is
+recognised by (id, attempt). See docs/reference/dataflow.md 9.
 """
 
 from __future__ import annotations
@@ -52,37 +52,64 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 Notify = Callable[[list[Arrival]], Sequence[str]]
-"""Reports arrivals to the master and returns its answer (``accepted``, ``duplicate``, ``refused``) to each, in order.
-It blocks, with a deadline of its own. TransportError, TimeoutError and OSError mean that it cannot answer now and
-should be called again soon."""
+"""Function that reports arrivals to the master and returns its answer to each (``accepted``, ``duplicate``,
+``refused``), in order. It blocks, with a timeout of its own. TransportError, TimeoutError and OSError mean
+that the master cannot answer now; the call is then retried."""
 MAX_ROUND = 64
+"""Maximum number of samples that are logged and reported to the master together."""
 RETRY_S = (0.1, 2.0)
+"""First and maximum delay of the exponential back-off when the master does not answer, seconds."""
 CLOSE_TIMEOUT_S = 10.0
+"""Time that ``close`` waits for an answer of the master, seconds."""
+NOTIFY_TIMEOUT_S = 60.0
+"""Timeout of a report of arrivals to the master, seconds."""
+_FLOATS = ("f16", "bf16", "f32", "f64")
+"""Dtypes whose values must be finite."""
 
 
 @dataclass(slots=True)
-class _Held:
-    """An attempt in the store. ``safe``: the master knows of it. Until then its answer may be to forget the attempt."""
+class _StoredAttempt:
+    """The attempt at a sample that is in the store."""
 
     attempt: int
+    """Number of the attempt."""
     safe: bool
+    """Whether the master has accepted the attempt. Until then its answer may require to discard it."""
 
 
 @dataclass(slots=True)
-class _Item:
-    """A sample of the round, None when it is malformed. ``stored``: this round has put it into the store."""
+class _RoundItem:
+    """A sample of the current round."""
 
     arrival: Arrival
+    """Report of the sample to the master."""
     sample: SequenceSample | None
+    """The sample, None if it is malformed."""
     stored: bool = False
+    """Whether this round has put it into the store."""
 
 
 class StreamDataset:
-    """Receives samples for one model worker, ``rank`` among those that train together. ``notify`` is called on a thread
-    of this object, in the order in which payloads are logged, one call at a time. ``counts``: samples ``accepted``,
-    ``duplicate``, ``refused`` and ``malformed``, and ``notify_retries``.
+    """Receiver of the samples for one model worker.
 
-    Raises StreamFailed (from every method but ``close``) when a thread has failed.
+    Attributes:
+        counts: Number of samples ``accepted``, ``duplicate``, ``refused`` and ``malformed``, and of
+            ``notify_retries``.
+        endpoint: Address that producers connect to.
+
+    Args:
+        run_id: Id of the run.
+        folder: Folder of the payload logs of all ranks.
+        store: Tensor store of the worker.
+        notify: Reports arrivals to the master. It is called on a thread of this object, one call at a
+            time, in the order in which payloads are logged.
+        credits: Number of samples that producers may send ahead.
+        limits: Format of the samples.
+        network: Network settings of the run.
+        rank: Rank of the worker among those that train together.
+        segment_bytes: Size of a segment of the payload log, bytes.
+
+    Every method but ``close`` raises StreamFailed after a thread has failed.
     """
 
     def __init__(
@@ -98,10 +125,13 @@ class StreamDataset:
         rank: int = 0,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        self._store, self._notify, self._limits, self._rank = store, notify, limits, rank
+        self._store = store
+        self._notify = notify
+        self._limits = limits
+        self._rank = rank
         self._log = PayloadLog(folder, rank=rank, segment_bytes=segment_bytes)
-        self._held: dict[str, _Held] = {}
-        self._held_lock = threading.Lock()
+        self._stored: dict[str, _StoredAttempt] = {}
+        self._stored_lock = threading.Lock()
         self._queue: collections.deque[StreamMessage] = collections.deque()
         self._filled = threading.Condition()
         self._log_lock = threading.Lock()
@@ -115,28 +145,35 @@ class StreamDataset:
         self._thread.start()
 
     def restore(self, items: Iterable[tuple[str, int, PayloadRef]]) -> list[Arrival]:
-        """Put logged samples (id, attempt, ref), of any rank, back into the store after a restart. The arrival of one
-        that cannot be read has ``error`` set."""
+        """Put logged samples (id, attempt, ref) of any rank back into the store after a restart.
+
+        Returns their arrivals; that of a sample that cannot be read has ``error`` set.
+        """
         self.check()
-        return [self._restored(id, attempt, list(ref)) for id, attempt, ref in items]
+        return [self._restore_sample(id, attempt, list(ref)) for id, attempt, ref in items]
 
     def prune(self, alive: Collection[PayloadRef], newest: PayloadRef | None = None, ranks: int = 1) -> list[int]:
-        """Delete the segments of the log that hold none of these payloads and are older than ``newest``, the last ref
-        that was accepted when ``alive`` was made (without it, the last one of ``alive``): whatever came later is alive,
-        too. Returns the segments deleted. The first rank does the same for those that are none of the ``ranks`` any
-        more."""
+        """Delete the segments of the log without a payload in ``alive``; return their numbers.
+
+        Args:
+            alive: References of the payloads to keep.
+            newest: Last reference that was accepted when ``alive`` was collected, by default the last one
+                of ``alive``. Its segment and later ones are kept, because they may contain newer payloads.
+            ranks: Number of ranks of this start of the run. Rank 0 also prunes the logs of the ranks that an
+                earlier start had in addition.
+        """
         self.check()
-        own = [ref for ref in alive if rank_of(ref) == self._rank]
-        horizon = max((ref[0] for ref in [*own, *([newest] if newest else [])]), default=0)
+        own_refs = [ref for ref in alive if rank_of(ref) == self._rank]
+        first_kept = max((ref[0] for ref in [*own_refs, *([newest] if newest else [])]), default=0)
         with self._log_lock:
-            later = [n for n in self._log.segments() if n >= horizon]
-            gone = self._log.keep_only({ref[0] for ref in own} | set(later))
+            newer = [n for n in self._log.segments() if n >= first_kept]
+            deleted = self._log.keep_only({ref[0] for ref in own_refs} | set(newer))
             if self._rank == 0:
                 self._log.sweep(alive, ranks)
-        return gone
+        return deleted
 
     def check(self) -> None:
-        """Raise StreamFailed when nothing can arrive any more."""
+        """Raise StreamFailed if no sample can arrive any more."""
         if self._failure is not None:
             raise StreamFailed(
                 f"the stream of samples failed: {type(self._failure).__name__}: {self._failure}"
@@ -144,8 +181,7 @@ class StreamDataset:
         self._receiver.check()
 
     def close(self) -> None:
-        """Stop the threads. Samples without an answer from the master stay with their producers; the store is left as
-        it is."""
+        """Stop the threads. Producers keep the samples that the master has not answered; the store is unchanged."""
         self._closing.set()
         with self._filled:
             self._filled.notify()
@@ -159,12 +195,13 @@ class StreamDataset:
     # ---- threads
 
     def _deliver(self, messages: list[StreamMessage]) -> None:
-        """Queue received messages; runs on the receiver's thread."""
+        """Queue received messages. Runs on the receiver's thread."""
         with self._filled:
             self._queue.extend(messages)
             self._filled.notify()
 
     def _run(self) -> None:
+        """Process rounds of queued messages until the dataset is closed."""
         try:
             while True:
                 with self._filled:
@@ -173,13 +210,13 @@ class StreamDataset:
                     if self._closing.is_set():
                         return
                     messages = self._next_round()
-                self._round(messages)
+                self._process(messages)
         except BaseException as error:
             self._failure = error
             _log.exception("the stream of samples failed")
 
     def _next_round(self) -> list[StreamMessage]:
-        """Take messages of distinct ids: two attempts at one sample are answered one after the other."""
+        """Take queued messages with distinct ids: two attempts at one sample are processed in different rounds."""
         ids: set[str] = set()
         messages: list[StreamMessage] = []
         while self._queue and len(messages) < MAX_ROUND and self._queue[0].id not in ids:
@@ -187,67 +224,73 @@ class StreamDataset:
             ids.add(messages[-1].id)
         return messages
 
-    def _round(self, messages: list[StreamMessage]) -> None:
-        fresh = [message for message in messages if not self._is_safe(message.id, message.attempt)]
-        self.counts["duplicate"] += len(messages) - len(fresh)
-        items = self._logged([(message, *self._read(message)) for message in fresh])
+    def _process(self, messages: list[StreamMessage]) -> None:
+        """Log, store, report and acknowledge the samples of one round."""
+        new_messages = [message for message in messages if not self._is_safe(message.id, message.attempt)]
+        self.counts["duplicate"] += len(messages) - len(new_messages)
+        items = self._log_samples([(message, *self._read(message)) for message in new_messages])
         for item in items:
             item.stored = item.sample is not None and self._put(item.arrival, item.sample, safe=False)
-        answers = self._tell([item.arrival for item in items])
+        answers = self._report([item.arrival for item in items])
         if answers is None:
             return
         for item, answer in zip(items, answers, strict=True):
-            self._settle(item, answer)
+            self._apply_answer(item, answer)
         self._receiver.ack(messages)
 
     # ---- one sample
 
     def _read(self, message: StreamMessage) -> tuple[SequenceSample | None, str]:
+        """Return the decoded sample and "", or None and the reason why it is malformed."""
         try:
             return self._limits.read(message.id, message.frames), ""
         except CodecError as error:
             _log.warning("sample from %s refused: %s", message.producer, error)
             return None, str(error)
 
-    def _logged(self, read: list[tuple[StreamMessage, SequenceSample | None, str]]) -> list[_Item]:
+    def _log_samples(self, decoded: list[tuple[StreamMessage, SequenceSample | None, str]]) -> list[_RoundItem]:
+        """Write the valid samples to the payload log; return an item for each message."""
         with self._log_lock:
-            refs = iter(self._log.append([message.frames for message, sample, _ in read if sample is not None]))
-        items: list[_Item] = []
-        for message, sample, error in read:
-            ref, meta = ([], []) if sample is None else (next(refs), _meta(sample))
-            items.append(_Item(Arrival(message.id, message.attempt, message.producer, ref, meta, error), sample))
+            refs = iter(self._log.append([message.frames for message, sample, _ in decoded if sample is not None]))
+        items: list[_RoundItem] = []
+        for message, sample, error in decoded:
+            ref, meta = ([], []) if sample is None else (next(refs), _encode_meta(sample))
+            items.append(_RoundItem(Arrival(message.id, message.attempt, message.producer, ref, meta, error), sample))
         return items
 
     def _is_safe(self, id: str, attempt: int) -> bool:
-        """Return whether the store holds this attempt and the master knows of it."""
-        return self._held.get(id) == _Held(attempt, safe=True)
+        """Return whether this attempt is in the store and the master has accepted it."""
+        return self._stored.get(id) == _StoredAttempt(attempt, safe=True)
 
     def _put(self, arrival: Arrival, sample: SequenceSample, *, safe: bool) -> bool:
-        """Put a sample into the store. Returns False when the store holds it already, from this attempt or another
-        one."""
-        with self._held_lock:
-            if arrival.id in self._held:
+        """Put a sample into the store. Return False if the store already has this or another attempt at it."""
+        with self._stored_lock:
+            if arrival.id in self._stored:
                 self._mark_safe(arrival, safe)
                 return False
-            self._held[arrival.id] = _Held(arrival.attempt, safe)
-            self._store.put(sample, producer=_stored_by(arrival.id, arrival.attempt))
+            self._stored[arrival.id] = _StoredAttempt(arrival.attempt, safe)
+            self._store.put(sample, producer=_producer_key(arrival.id, arrival.attempt))
             return True
 
-    def _take_back(self, id: str, attempt: int) -> None:
-        """Forget what arrived of a sample. What calls have computed of it here stays, where another receiver has it."""
-        with self._held_lock:
-            held = self._held.get(id)
-            if held is not None and held.attempt == attempt:
-                del self._held[id]
-            self._store.discard(id, _stored_by(id, attempt))
+    def _discard(self, id: str, attempt: int) -> None:
+        """Remove the received values of an attempt from the store.
+
+        Values that calls have computed for the sample are kept: another receiver has the sample.
+        """
+        with self._stored_lock:
+            stored = self._stored.get(id)
+            if stored is not None and stored.attempt == attempt:
+                del self._stored[id]
+            self._store.discard(id, _producer_key(id, attempt))
 
     def _mark_safe(self, arrival: Arrival, safe: bool) -> None:
-        held = self._held.get(arrival.id)
-        if held is not None and held.attempt == arrival.attempt:
-            held.safe = held.safe or safe
+        """Record that the master has accepted the stored attempt if ``safe``. Called under the lock."""
+        stored = self._stored.get(arrival.id)
+        if stored is not None and stored.attempt == arrival.attempt:
+            stored.safe = stored.safe or safe
 
-    def _tell(self, arrivals: list[Arrival]) -> list[str] | None:
-        """Ask the master for its answers; returns None when this object was closed before there were any."""
+    def _report(self, arrivals: list[Arrival]) -> list[str] | None:
+        """Report arrivals to the master until it answers; return None if this object is closed before."""
         if not arrivals:
             return []
         wait = RETRY_S[0]
@@ -262,63 +305,67 @@ class StreamDataset:
                     return None
                 wait = min(2 * wait, RETRY_S[1])
         if wait > RETRY_S[0]:
-            # The master may have accepted what was reported to it before, and only its answer was lost.
+            # After a retry, "duplicate" may refer to the first report, whose answer was lost.
             answers = [ACCEPTED if answer == DUPLICATE else answer for answer in answers]
         return answers
 
-    def _settle(self, item: _Item, answer: str) -> None:
-        """Keep what was accepted and forget the rest."""
-        arrival, sample = item.arrival, item.sample
+    def _apply_answer(self, item: _RoundItem, answer: str) -> None:
+        """Keep an accepted sample in the store, discard another one."""
+        arrival = item.arrival
+        sample = item.sample
         self.counts["malformed" if sample is None else answer] += 1
         if sample is None:
             return
         if answer == ACCEPTED and item.stored:
-            with self._held_lock:
+            with self._stored_lock:
                 self._mark_safe(arrival, True)
         elif answer == ACCEPTED:
-            held = self._held.get(arrival.id)
-            if held is not None and held.attempt != arrival.attempt:
-                self._take_back(arrival.id, held.attempt)
+            stored = self._stored.get(arrival.id)
+            if stored is not None and stored.attempt != arrival.attempt:
+                self._discard(arrival.id, stored.attempt)
             self._put(arrival, sample, safe=True)
         elif item.stored and not self._is_safe(arrival.id, arrival.attempt):
-            self._take_back(arrival.id, arrival.attempt)
+            self._discard(arrival.id, arrival.attempt)
 
-    def _restored(self, id: str, attempt: int, ref: PayloadRef) -> Arrival:
+    def _restore_sample(self, id: str, attempt: int, ref: PayloadRef) -> Arrival:
+        """Put one logged sample back into the store."""
         try:
             with run_folder_needed(self._log.folder):
                 sample = self._limits.read(id, self._log.read(ref))
         except (PayloadDamaged, CodecError) as error:
             _log.warning("sample %s could not be restored: %s", id, error)
             return Arrival(id, attempt, "", error=str(error))
-        arrival = Arrival(id, attempt, "", ref, _meta(sample))
+        arrival = Arrival(id, attempt, "", ref, _encode_meta(sample))
         if not self._put(arrival, sample, safe=True) and not self._is_safe(id, attempt):
             return Arrival(id, attempt, "", error=f"the store holds another attempt of {id!r}")
         return arrival
 
     def _forget(self, ids: frozenset[str]) -> None:
-        """Forget samples that the store has cleared; runs on any thread."""
-        with self._held_lock:
+        """Forget samples that the store has cleared. Runs on any thread."""
+        with self._stored_lock:
             for id in ids:
-                self._held.pop(id, None)
+                self._stored.pop(id, None)
 
 
-def _stored_by(id: str, attempt: int) -> str:
+def _producer_key(id: str, attempt: int) -> str:
+    """Return the producer under which the store keeps the received values of an attempt."""
     return f"{id}#{attempt}"
 
 
-def _meta(sample: SequenceSample) -> list[bytes]:
+def _encode_meta(sample: SequenceSample) -> list[bytes]:
+    """Return the frames of a sample without its data."""
     return [bytes(frame) for frame in encode_sample(sample.meta())]
 
 
-NOTIFY_TIMEOUT_S = 60.0
-
-
 class StreamHost:
-    """Owns the worker's ``StreamDataset``: ``open`` makes it, the other handlers pass calls on to it."""
+    """Handlers of the master's calls about the stream of a worker. ``open`` creates its ``StreamDataset``."""
 
     def __init__(self, run_id: str, worker: str, folder: Path, store: TensorStore, network: Network = LOOPBACK) -> None:
         self._network = network
-        self._run_id, self._worker, self._folder, self._store = run_id, worker, folder, store
+        self._run_id = run_id
+        self._worker = worker
+        self._folder = folder
+        self._store = store
         self._master: BlockingServiceClient | None = None
         self._dataset: StreamDataset | None = None
 
@@ -334,7 +381,7 @@ class StreamHost:
         )
 
     def open(self, request: OpenStreamRequest) -> OpenStreamAnswer:
-        """Make the dataset and its connection to the master, unless there is one already."""
+        """Create the dataset and its connection to the master, unless they exist already."""
         if self._dataset is None:
             self._master = BlockingServiceClient(
                 request.control, "the master", self._worker, self._run_id, self._network
@@ -358,7 +405,7 @@ class StreamHost:
         return OpenStreamAnswer(self._dataset.endpoint)
 
     def close(self) -> None:
-        """Close the connection to the master and the dataset, if ``open`` made them."""
+        """Close the connection to the master and the dataset, if they exist."""
         if self._master is not None:
             self._master.close()
         if self._dataset is not None:
@@ -373,6 +420,7 @@ class StreamHost:
         return request
 
     def _opened(self) -> StreamDataset:
+        """Return the dataset. Raises RuntimeError before ``open``."""
         if self._dataset is None:
             raise RuntimeError("the stream is not open")
         return self._dataset
@@ -382,27 +430,27 @@ class StreamHost:
         return self._master.ask(ARRIVED, ArrivedRequest(list(arrivals)), timeout_s=NOTIFY_TIMEOUT_S).answers
 
 
-_FLOATS = ("f16", "bf16", "f32", "f64")
-
-
 @dataclass(frozen=True)
 class SampleLimits:
-    """Says what a finished sample must look like. Exactly the keys in ``keys`` must be there, with their dtype,
-    trailing shape and length rule, one of them ``packed_input_ids``; every sample has ``min_sequences`` to
-    ``max_sequences`` sequences of at most ``max_tokens`` tokens, in at most ``max_bytes`` bytes."""
+    """Required format of a finished sample."""
 
     keys: tuple[KeySpec, ...]
+    """Exactly the keys that a sample has, with dtype, trailing shape and length rule. ``packed_input_ids`` is one."""
     min_sequences: int = 1
+    """Minimum number of sequences."""
     max_sequences: int = 1024
+    """Maximum number of sequences."""
     max_tokens: int = 1 << 20
+    """Maximum number of tokens of a sequence."""
     max_bytes: int = 256 << 20
+    """Maximum size of the encoded sample, bytes."""
 
     def __post_init__(self) -> None:
         if "packed_input_ids" not in {spec.name for spec in self.keys}:
             raise ValueError("samples of a stream need the key packed_input_ids")
 
     def read(self, id: str, frames: Sequence[Any]) -> SequenceSample:
-        """Decode the sample with this id from these frames. Raises CodecError that says what is wrong."""
+        """Return the sample with this id, decoded from ``frames``. Raises CodecError for an invalid one."""
         nbytes = sum(memoryview(frame).nbytes for frame in frames)
         if nbytes > self.max_bytes:
             raise CodecError(f"sample {id!r} has {nbytes} bytes, allowed are {self.max_bytes}")
@@ -411,9 +459,9 @@ class SampleLimits:
             raise CodecError(f"sample {id!r} came with the ids {sample.ids!r:.100}")
         if sample.data is None:
             raise CodecError(f"sample {id!r} came without data")
-        odd = sorted(sample.keys ^ {spec.name for spec in self.keys})
-        if odd:
-            raise CodecError(f"sample {id!r}: keys {odd} are missing or not expected")
+        differing = sorted(sample.keys ^ {spec.name for spec in self.keys})
+        if differing:
+            raise CodecError(f"sample {id!r}: keys {differing} are missing or not expected")
         tokens: list[int] = sample.lengths("packed_input_ids").values.tolist()
         if not self.min_sequences <= len(tokens) <= self.max_sequences:
             raise CodecError(
@@ -432,39 +480,46 @@ class SampleLimits:
 def _check_key(
     sample: SequenceSample, spec: KeySpec, dtype: str, lengths: list[int], expected: dict[str, list[int]]
 ) -> None:
-    """Raise CodecError unless the key is as its specification says. ``lengths`` are those of the key's sequences,
-    ``expected`` what the length rule gives."""
+    """Raise CodecError unless the key conforms to its specification.
+
+    ``lengths`` are the lengths of the key's sequences, ``expected`` the lengths by length rule.
+    """
     tensor = sample[spec.name]
     shape = tuple(tensor.shape[1:])
     if dtype != spec.dtype or shape != spec.trailing:
         raise CodecError(f"{_where(sample, spec)}: {dtype} {shape}, expected {spec.dtype} {spec.trailing}")
     if spec.rule != "free" and lengths != expected[spec.rule]:
         raise CodecError(f"{_where(sample, spec)}: lengths {lengths!r:.80} do not fit {expected['L']!r:.80} tokens")
-    if spec.dtype in _FLOATS and not _finite(tensor) and not _finite(_without_failures(sample, spec)):
+    if spec.dtype in _FLOATS and not _is_finite(tensor) and not _is_finite(_without_failures(sample, spec)):
         raise CodecError(f"{_where(sample, spec)}: a value is not finite")
 
 
-def _finite(tensor: Tensor) -> bool:
-    """Return whether all values are finite, in one pass: their sum is finite exactly when all of them are, short of an
-    overflow."""
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite, in one pass.
+
+    Unless it overflows, the sum of the values is finite if and only if all of them are.
+    """
     total = tensor.sum() if tensor.element_size() >= 4 else tensor.double().sum()
     return math.isfinite(total.item())
 
 
 def _without_failures(sample: SequenceSample, spec: KeySpec) -> Tensor:
-    """Return the key's values of the rollouts that succeeded, where it has one per rollout: a failed one has no reward,
-    which is written as NaN."""
+    """Return the key's values without those of failed rollouts, if it has one per rollout.
+
+    A failed rollout has no reward, which is encoded as NaN.
+    """
     tensor = sample[spec.name]
-    alike = spec.rule == "1" and "outcome" in sample.keys and sample["outcome"].shape == tensor.shape
-    return tensor[sample["outcome"] == 0] if alike else tensor
+    per_rollout = spec.rule == "1" and "outcome" in sample.keys and sample["outcome"].shape == tensor.shape
+    return tensor[sample["outcome"] == 0] if per_rollout else tensor
 
 
 def _length_lists(sample: SequenceSample) -> dict[str, list[int]]:
-    """Return the lengths of the sequences by key; keys that share them share the list."""
+    """Return the lengths of the sequences of each key. Keys with shared lengths share the list."""
     columns = {key: sample.lengths(key) for key in sample.keys}
     lists = {id(column): column.values.tolist() for column in columns.values()}
     return {key: lists[id(column)] for key, column in columns.items()}
 
 
 def _where(sample: SequenceSample, spec: KeySpec) -> str:
+    """Return the name of a key of a sample for error messages."""
     return f"sample {sample.ids[0]!r}, key {spec.name!r}"

@@ -31,7 +31,7 @@ import torch
 
 from realhf.backends.embedded.compute_threads import threads as compute_threads
 from realhf.backends.embedded.kernels import use_few_pass_norms, use_onednn
-from realhf.backends.embedded.memory import Heap, cache_bytes, shortage
+from realhf.backends.embedded.memory import Heap, cache_bytes, oom_message
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.backends.training.torch_backend import load_causal_lm
@@ -125,7 +125,7 @@ class Computer:
             with self._changed:
                 while not (self._closing or self._arrived or self._turns or self._sampler.busy):
                     if not self._changed.wait(None if rested else _REST_S):
-                        self._heap.give_back()
+                        self._heap.trim()
                         rested = True
                 if self._closing:
                     return
@@ -218,7 +218,7 @@ class Computer:
         frees."""
         if self._models.pop(model, None) is not None:
             gc.collect()
-            self._heap.give_back()
+            self._heap.trim()
 
     def _create(self, work: Create) -> None:
         needed, there = TRAINING_COPIES * self.nbytes, len(self._models)
@@ -280,7 +280,7 @@ class Computer:
         theirs = isinstance(error, (BadRequest, FileNotFoundError, FloatingPointError))
         if not theirs:
             _log.exception("job %d failed", number, exc_info=error)
-        said = f"out of memory: {error}" if shortage(error) is not None else first_line(error)
+        said = f"out of memory: {error}" if oom_message(error) is not None else first_line(error)
         self._tell(Done(number, error=said[:2000] or type(error).__name__, theirs=theirs))
 
 

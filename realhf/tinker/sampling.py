@@ -24,7 +24,7 @@ from torch import Tensor
 
 from realhf.api.config import GenConfig, LoraConfig
 from realhf.api.model import GenRequest
-from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
+from realhf.backends.embedded.decode_core import DecodeCore, Turn, remaining_tokens
 from realhf.backends.embedded.sampling import check_request, stream_of
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.lora import ADAPTER, CONFIG, LoraAdapters
@@ -83,7 +83,7 @@ class Weights:
         self._adapters: dict[str, LoraAdapters] = {}  # by their shape
         self._digester = TensorDigester()
         self.held, self.model = BASE, base
-        self.core = DecodeCore(base, most_bytes=most_bytes)
+        self.core = DecodeCore(base, max_bytes=most_bytes)
         self.heads: Heads = heads_of(base)
         self._in_use: LoraAdapters | None = None
 
@@ -105,7 +105,7 @@ class Weights:
             self._in_use = adapters
             self.model = adapters.merged()
             self.held = self._proved(Path(folder), adapters.tensors())
-        self.core = DecodeCore(self.model, most_bytes=self._most_bytes)
+        self.core = DecodeCore(self.model, max_bytes=self._most_bytes)
         self.heads = heads_of(self.model)
 
     def _proved(self, folder: Path, tensors: Mapping[str, Tensor]) -> Held:
@@ -295,7 +295,7 @@ class Sampler:
         stream = int.from_bytes(np.random.bytes(8), "little") if seed is None else stream_of(seed + (i << 32))
         self._slots += 1
         request = GenRequest(self._slots, prompt)
-        budget = rest_of_turn(request, asked.config, self._weights.core.limit)
+        budget = remaining_tokens(request, asked.config, self._weights.core.limit)
         return Turn(request, asked.config, asked.stops, budget, stream)
 
     def _end(self, ended: Sequence[Turn]) -> None:

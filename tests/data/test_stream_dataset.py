@@ -134,9 +134,9 @@ async def test_a_sample_is_logged_stored_told_and_acked(bench):
         assert all(torch.equal(bench.get(sample.ids[0])[key], sample[key]) for key in sample.keys)
         assert decode_sample(arrival.meta) == sample.meta()
         assert bench.logged(arrival.ref) == sample
-    assert bench.dataset.counts.total() == bench.dataset.counts["accepted"] == 6 and len(bench.dataset._held) == 6
+    assert bench.dataset.counts.total() == bench.dataset.counts["accepted"] == 6 and len(bench.dataset._stored) == 6
     bench.store.clear()
-    assert not bench.dataset._held
+    assert not bench.dataset._stored
 
 
 async def test_restore_brings_back_what_was_accepted(bench):
@@ -204,7 +204,7 @@ async def test_what_calls_computed_of_a_sample_stays_when_it_came_here_for_nothi
     bench.master.answers[("s", 0)] = REFUSED
     await bench.push(group("s"))
     assert torch.equal(bench.store.get(["s"], ["packed_ref_logprobs"])["packed_ref_logprobs"], torch.ones(6))
-    assert not bench.store.has("s", "packed_input_ids") and not bench.dataset._held
+    assert not bench.store.has("s", "packed_input_ids") and not bench.dataset._stored
 
 
 async def test_trouble_with_the_master_is_tried_again(bench):
@@ -244,7 +244,7 @@ async def test_the_first_rank_prunes_what_ranks_left_that_are_no_more(bench):
     assert bench.dataset.prune([old[1]], newest=ref, ranks=2) == []
     kept, *gone = bench.dataset.restore([("old1", 0, old[1]), ("old0", 0, old[0]), ("old2", 0, old[2])])
     assert (kept.error, kept.ref) == ("", old[1]) and all("cannot be read" in arrival.error for arrival in gone)
-    assert len(bench.dataset._held) == 2
+    assert len(bench.dataset._stored) == 2
 
 
 async def test_a_restored_sample_stays_when_its_arrival_turns_out_a_duplicate(bench):
@@ -256,7 +256,7 @@ async def test_a_restored_sample_stays_when_its_arrival_turns_out_a_duplicate(be
     producer = bench.producer()
     await producer.push("s", 0, encode_sample(group("s", seed=1)), timeout_s=60)
     async with asyncio.timeout(60):
-        while not bench.dataset._held:
+        while not bench.dataset._stored:
             await asyncio.sleep(0.005)
     assert [a.error for a in bench.dataset.restore([("s", 0, arrival.ref)])] == [""]
     bench.master.may_answer.set()

@@ -1,15 +1,15 @@
-"""Manages the threads that compute for one engine: how many there are, and how they wait for one another.
+"""Compute threads of an engine: their number, and whether they spin or sleep at barriers.
 
-OpenMP threads meet at a barrier after every product, a hundred thousand times in a train step, and spin while they
-wait. Where one of them has to share its core with another program, the others spin for milliseconds each time, and
-everything takes twenty times as long. Sleeping instead costs a fifth of the speed on a quiet machine. So the threads
-spin while cores are free and sleep while other programs keep them busy. Their number never changes, because gradients
-depend on it in their last bits.
+OpenMP threads meet at a barrier after every matrix product, a hundred thousand times in a train step, and
+spin while they wait. If one of them shares its core with another program, the others spin for milliseconds
+each time, and everything takes twenty times as long. Sleeping instead costs a fifth of the speed on an
+idle machine. So the threads spin while cores are free and sleep while other programs use them. Their
+number never changes, because the last bits of gradients depend on it.
 
-libgomp lets a waiting thread spin for about three milliseconds, but hardly at all once it manages more threads than
-there are cores (``do_spin`` in its ``config/linux/wait.h``, ``GOMP_SPINCOUNT`` in its manual). A parked team of idle
-threads makes that so, and its end undoes it. How long threads waited for a core is the second number of
-``/proc/<pid>/task/<tid>/schedstat`` (Linux only).
+libgomp lets a waiting thread spin for about three milliseconds, but hardly at all once it manages more
+threads than there are cores (``do_spin`` in its ``config/linux/wait.h``, ``GOMP_SPINCOUNT`` in its manual).
+Starting a parked team of idle threads causes that, ending it reverts it. The time that a thread waited
+for a core is the second number of ``/proc/<pid>/task/<tid>/schedstat`` (Linux only).
 """
 
 from __future__ import annotations
@@ -28,12 +28,30 @@ import torch
 
 from realhf.base import process_clock
 
+_log = logging.getLogger(__name__)
 _TASKS = "/proc/self/task"
+_START_S = 10.0
+"""Timeout for the start or end of the idle team, seconds."""
+_MARGIN = 3
+"""Number of threads of the idle team above the number of unused cores. Its first thread may not count for libgomp."""
+WINDOW_S = 0.06
+"""Length of a measurement window, seconds of computing. The threads change their way of waiting only after one."""
+CROWDED = 0.3
+"""Core-seconds that threads waited for a core, per second of computing, from which cores count as crowded.
+Another program on one of two cores makes it 0.3 to 0.6; one window in 200 of an idle machine reaches it."""
+STEADY_WINDOWS = 32
+"""Number of windows that spinning has to last to count as a correct decision."""
+LONGEST_PATIENCE = 8
+"""Maximum number of consecutive quiet windows before the threads spin again (see ``ComputeThreads._switch``). A
+short burst of other load then costs half a second of sleeping, up to twice as slow as spinning."""
 
 
 class LinuxCoreAccount:
-    """Keeps a running total of seconds times cores. One descriptor per thread stays open, so that asking costs a few
-    microseconds a thread. Not thread-safe."""
+    """Running total of the time that threads of this process waited for a core.
+
+    One file descriptor per thread stays open, so that reading it costs a few microseconds per thread. Not
+    thread-safe.
+    """
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
@@ -42,7 +60,7 @@ class LinuxCoreAccount:
 
     @staticmethod
     def open() -> LinuxCoreAccount | None:
-        """Open the account; None where the kernel does not keep it."""
+        """Return a new account, or None if the kernel does not record the waiting time."""
         try:
             with open(f"{_TASKS}/{os.getpid()}/schedstat", "rb") as file:
                 return LinuxCoreAccount() if len(file.read().split()) == 3 else None
@@ -50,14 +68,14 @@ class LinuxCoreAccount:
             return None
 
     def waited_s(self) -> float:
-        """Return how long threads of this process were ready to run and had no core."""
+        """Return the total time that threads of this process were ready to run without a core, seconds."""
         threads = set(os.listdir(_TASKS))
-        for gone in self._files.keys() - threads:
-            self._forget(gone)
+        for ended in self._files.keys() - threads:
+            self._forget(ended)
         for thread in threads:
             waited = self._waited_of(thread)
             if waited is not None:
-                # The time that a thread waited before it was first seen belongs to no window.
+                # The time that a thread waited before it was first seen belongs to no window and is not counted.
                 self._waited_ns += waited - self._seen.get(thread, waited)
                 self._seen[thread] = waited
         return self._waited_ns * 1e-9
@@ -68,12 +86,13 @@ class LinuxCoreAccount:
             self._forget(thread)
 
     def _waited_of(self, thread: str) -> int | None:
+        """Return the waiting time of a thread in nanoseconds, None if it has ended."""
         try:
             if thread not in self._files:
                 self._files[thread] = os.open(f"{_TASKS}/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
             return int(os.pread(self._files[thread], 128, 0).split()[1])
         except (OSError, IndexError):
-            self._forget(thread)  # it ended meanwhile
+            self._forget(thread)  # The thread has ended.
             return None
 
     def _forget(self, thread: str) -> None:
@@ -83,15 +102,11 @@ class LinuxCoreAccount:
             os.close(descriptor)
 
 
-_START_S = 10.0
-"""How long the idle team may take to start or to end."""
-_MARGIN = 3
-"""Number of threads that the idle team has above the number of unused cores, as its first thread may not count."""
-
-
 class OmpSpin:
-    """Switches the process's OpenMP threads between long and short spinning; ``computing`` of them work at the same
-    time. Not thread-safe."""
+    """Switch between long and short spinning of the OpenMP threads of this process.
+
+    ``computing`` is the number of threads that compute at the same time. Not thread-safe.
+    """
 
     def __init__(self, library: Any, computing: int) -> None:
         self._library = library
@@ -101,7 +116,7 @@ class OmpSpin:
 
     @staticmethod
     def find(computing: int) -> OmpSpin | None:
-        """Find libgomp; None where the process has loaded none, or more than one."""
+        """Return the switch of the loaded libgomp, or None if the process has loaded none or several."""
         try:
             lines = Path("/proc/self/maps").read_text().splitlines()
         except OSError:
@@ -114,14 +129,15 @@ class OmpSpin:
 
     @property
     def short(self) -> bool:
-        """Whether waiting threads go to sleep at once."""
+        """Whether waiting threads sleep at once."""
         return self._thread is not None
 
     def shorten(self) -> None:
-        """Let waiting threads sleep at once. Raises RuntimeError when the idle team does not start."""
+        """Let waiting threads sleep at once. Raises RuntimeError if the idle team does not start."""
         if self._thread is not None:
             return
-        ready, release = threading.Event(), threading.Event()
+        ready = threading.Event()
+        release = threading.Event()
         self._thread = threading.Thread(target=self._park, args=(ready, release), name="idle-omp-team", daemon=True)
         self._release = release
         self._thread.start()
@@ -130,39 +146,29 @@ class OmpSpin:
             raise RuntimeError(f"the idle team of OpenMP threads did not start within {_START_S:g} s")
 
     def lengthen(self) -> None:
-        """Let waiting threads spin as libgomp does by itself."""
-        thread, release = self._thread, self._release
+        """Let waiting threads spin, the default of libgomp."""
+        thread = self._thread
+        release = self._release
         self._thread = self._release = None
         if thread is not None and release is not None:
             release.set()
             thread.join(_START_S)
 
     def _park(self, ready: threading.Event, release: threading.Event) -> None:
-        """Open a parallel region in which nothing happens: its threads stay with this one until it ends."""
-        nothing = ctypes.cast(self._library.omp_get_thread_num, ctypes.c_void_p)
-        self._library.GOMP_parallel(nothing, None, self._idle, 0)
+        """Run an empty parallel region. Its threads belong to this thread until this thread ends."""
+        no_work = ctypes.cast(self._library.omp_get_thread_num, ctypes.c_void_p)
+        self._library.GOMP_parallel(no_work, None, self._idle, 0)
         ready.set()
         release.wait()
 
 
-_log = logging.getLogger(__name__)
-WINDOW_S = 0.06
-"""How many seconds of computing are measured before the threads change the way they wait."""
-CROWDED = 0.3
-"""Core-seconds that threads waited for a core, per second of computing, from which cores count as crowded. Another
-program on one of two cores makes it 0.3 to 0.6, while one window in 200 of a quiet run reaches it."""
-STEADY_WINDOWS = 32
-"""Number of windows for which spinning must last to count as right."""
-LONGEST_PATIENCE = 8
-"""Most quiet windows in a row that threads wait for before they spin again. Spinning that lasted ``STEADY_WINDOWS``
-windows was right; if it lasted less, the wait for the next doubles, up to this number. A burst of other work at a bad
-moment then costs half a second of sleep, which is up to twice as slow where cores fall idle."""
-
-
 class ComputeThreads:
-    """Runs ``count`` threads. With an ``account`` of cores and a ``spin`` to switch they sleep at barriers while other
-    programs keep cores busy. They begin asleep, because a start among other programs would be as slow as any step. Not
-    thread-safe: the thread that computes calls it."""
+    """The ``count`` compute threads of an engine.
+
+    With an ``account`` and a ``spin`` they sleep at barriers while other programs use the cores. They start
+    in the sleeping state, because spinning on crowded cores is the more expensive mistake. Not thread-safe:
+    only the thread that computes may call it.
+    """
 
     def __init__(
         self,
@@ -174,65 +180,88 @@ class ComputeThreads:
         set_threads: Callable[[int], None] = torch.set_num_threads,
     ) -> None:
         self.count = count
-        self._clock, self._set_threads = clock, set_threads
+        self._clock = clock
+        self._set_threads = set_threads
         self._account = account if spin is not None and count > 1 else None
         self._spin = spin
-        self._at = self._waited = 0.0
-        self._seen_s = self._seen_waited = 0.0
-        self._patience, self._quiet, self._since_spin = 1, 0, STEADY_WINDOWS
+        # Clock and waiting time at the last measurement, seconds.
+        self._measured_at = 0.0
+        self._measured_waited = 0.0
+        # Computing and waiting time of the current window, seconds.
+        self._window_s = 0.0
+        self._window_waited = 0.0
+        # State of _switch: quiet windows required before spinning, quiet windows in a row, windows since
+        # spinning started (STEADY_WINDOWS or more: not on trial).
+        self._patience = 1
+        self._quiet = 0
+        self._since_spin = STEADY_WINDOWS
         if self._account is not None and spin is not None:
             self._sleep(spin)
 
     def take(self) -> None:
-        """Let the calling thread compute on ``count`` threads from now on."""
+        """Make the calling thread compute with ``count`` threads."""
         self._set_threads(self.count)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Wrap a call that computes all the time, on the thread that computes. The time between two calls is not
-        measured, because others may work for this engine then."""
+        """Measure the cores during a block that computes without interruption on the calling thread.
+
+        The time between two blocks is not measured, because other processes may then work for this engine.
+        """
         self.take()
         if self._account is None:
             yield
             return
-        self._at, self._waited = self._clock(), self._account.waited_s()
+        self._measured_at = self._clock()
+        self._measured_waited = self._account.waited_s()
         try:
             yield
         finally:
-            self._look(self._account)
+            self._measure(self._account)
 
     def pace(self) -> None:
-        """Look at the cores between two pieces of a call; costs next to nothing unless a window is over."""
-        if self._account is not None and self._clock() - self._at >= WINDOW_S:
-            self._look(self._account)
+        """Measure the cores if a window is over. Cheap enough to be called between the passes of a block."""
+        if self._account is not None and self._clock() - self._measured_at >= WINDOW_S:
+            self._measure(self._account)
 
-    def _look(self, account: LinuxCoreAccount) -> None:
-        now, waited = self._clock(), account.waited_s()
-        self._seen_s += now - self._at
-        self._seen_waited += waited - self._waited
-        self._at, self._waited = now, waited
-        if self._seen_s >= WINDOW_S and self._spin is not None:
-            crowded = self._seen_waited / self._seen_s >= CROWDED
-            self._seen_s = self._seen_waited = 0.0
+    def _measure(self, account: LinuxCoreAccount) -> None:
+        """Add the time since the last measurement to the window; evaluate the window if it is complete."""
+        now = self._clock()
+        waited = account.waited_s()
+        self._window_s += now - self._measured_at
+        self._window_waited += waited - self._measured_waited
+        self._measured_at = now
+        self._measured_waited = waited
+        if self._window_s >= WINDOW_S and self._spin is not None:
+            crowded = self._window_waited / self._window_s >= CROWDED
+            self._window_s = 0.0
+            self._window_waited = 0.0
             self._switch(self._spin, crowded)
 
     def _switch(self, spin: OmpSpin, crowded: bool) -> None:
-        """Take a window into account: sleep from now on when it was crowded, spin again after enough quiet ones."""
+        """Choose between spinning and sleeping after a window, with exponential back-off.
+
+        Two states. Spinning: the first crowded window switches to sleeping. Sleeping: ``_patience`` quiet
+        windows in a row switch to spinning, which is then on trial for ``STEADY_WINDOWS`` windows. A trial
+        that fails doubles the patience, up to ``LONGEST_PATIENCE``; one that succeeds resets it to 1.
+        """
         self._since_spin += 1
         if self._since_spin == STEADY_WINDOWS:
-            self._patience = 1
+            self._patience = 1  # The trial succeeded.
         self._quiet = 0 if crowded else self._quiet + 1
         if crowded and not spin.short:
             if self._since_spin < STEADY_WINDOWS:
-                self._patience = min(2 * self._patience, LONGEST_PATIENCE)
+                self._patience = min(2 * self._patience, LONGEST_PATIENCE)  # The trial failed.
+            # The count stays at STEADY_WINDOWS or above while asleep, so that it cannot reset the patience.
             self._since_spin = STEADY_WINDOWS
             self._sleep(spin)
         elif spin.short and self._quiet >= self._patience:
-            self._quiet = self._since_spin = 0
+            self._quiet = 0
+            self._since_spin = 0
             spin.lengthen()
 
     def _sleep(self, spin: OmpSpin) -> None:
-        """Shorten the spinning; where that fails the threads go on as they are, because slow is better than failed."""
+        """Switch to sleeping. If that fails, the threads keep spinning: slow is better than failing the run."""
         try:
             spin.shorten()
         except RuntimeError as error:
@@ -241,16 +270,20 @@ class ComputeThreads:
 
 
 def unmanaged() -> ComputeThreads:
-    """Leave the number of threads as it is."""
+    """Return compute threads that do not change the number of threads of torch."""
     return ComputeThreads(1, set_threads=lambda _: None)
 
 
 def threads(count: int) -> ComputeThreads:
-    """Make ``count`` threads that sleep while other programs keep cores busy. Where the kernel keeps no account of
-    cores or torch computes with another OpenMP, they always spin, and the log says so."""
+    """Return ``count`` compute threads that sleep while other programs use the cores.
+
+    If the kernel does not record waiting times, or torch uses another OpenMP library than libgomp, they
+    always spin and a warning is logged.
+    """
     if count == 1:
         return ComputeThreads(1)
-    account, spin = LinuxCoreAccount.open(), OmpSpin.find(count)
+    account = LinuxCoreAccount.open()
+    spin = OmpSpin.find(count)
     if account is None or spin is None:
         missing = "the kernel does not tell how long threads wait" if account is None else "torch uses no libgomp"
         _log.warning(

@@ -1,7 +1,7 @@
-"""Implements continuous batching: requests join and leave between two tokens, on the engine's own thread.
+"""Continuous batching: requests join and leave between two tokens, on the engine's own thread.
 
-Between two steps the thread does what others asked for, in this order: new weights, ends of requests, forgetting slots,
-new requests, a pause. All other threads only leave their wish under the lock.
+Other threads only record their requests under the lock. Between two steps the engine's thread processes
+them in this order: aborts, freed slots, new weights, new requests. A pause stops it before the next step.
 """
 
 from __future__ import annotations
@@ -23,47 +23,65 @@ from realhf.api.generation import Done, HeldTensor
 from realhf.api.model import GenOutput, GenRequest
 from realhf.api.trace import GENERATE, WEIGHTS, Tracer
 from realhf.backends.embedded.compute_threads import threads as compute_threads
-from realhf.backends.embedded.decode_core import DecodeCore, Turn, rest_of_turn
-from realhf.backends.embedded.memory import shortage
+from realhf.backends.embedded.decode_core import DecodeCore, Turn, remaining_tokens
+from realhf.backends.embedded.memory import oom_message
 from realhf.backends.embedded.sampling import check_request, stream_of
 from realhf.backends.embedded.weight_copy import copy_weights, held_digests
 from realhf.base import process_clock
 
 _log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 30.0
+"""Timeout of ``close`` for the end of the engine's thread, seconds."""
 _SPAN_NS = 100_000_000
-"""Longest time in nanoseconds that steps without a break are reported to the tracer as one piece of work."""
+"""Maximum duration of consecutive steps that the tracer gets as one span, nanoseconds."""
 
 
 @dataclass
-class _NewWeights:
-    """Holds an update that waits for the engine's thread."""
+class _WeightUpdate:
+    """A weight update that waits for the engine's thread."""
 
     version: int
+    """Version of the weights."""
     tensors: Mapping[str, Tensor]
+    """The weights, by name."""
     again: bool
+    """Whether to load the version even if it is loaded already."""
     over: threading.Event = field(default_factory=threading.Event)
+    """Set when the update is complete or has failed."""
     error: BaseException | None = None
+    """Why it failed."""
 
 
 @dataclass
 class _Span:
-    """Holds steps that are not reported yet: wall-clock nanoseconds, and the number of tokens made before them."""
+    """Consecutive steps that are not reported to the tracer yet."""
 
     began: int
+    """Start, wall-clock nanoseconds."""
     tokens: int
+    """Number of tokens generated before the start."""
     ended: int = 0
+    """End, wall-clock nanoseconds."""
 
 
 class ContinuousGenerator:
-    """Implements ``StreamingGenerator`` on ``model``, whose parameters it owns from now on.
+    """``StreamingGenerator`` with continuous batching.
 
-    After new weights, ``kv_policy`` ``recompute`` computes every prefix again before its next token; ``keep`` continues
-    with the keys and values of the old weights. ``max_rows`` bounds the sequences that are cached, in play or between
-    two turns, and ``most_bytes``, which is asked whenever nothing is cached, the memory of their keys and values; more
-    requests wait. ``version`` is the policy version of the model's weights; with -1 it has none yet and requests wait
-    for ``load_weights``, which waits up to ``pause_timeout_s`` for a step to end. Requests without a seed draw from
-    unpredictable streams."""
+    Args:
+        model: The model. The generator owns its parameters from now on.
+        kv_policy: After a weight update, ``recompute`` computes every prefix again before its next token,
+            ``keep`` continues with the keys and values of the old weights.
+        max_rows: Maximum number of cached sequences, in progress or between two turns. Others wait.
+        threads: Number of compute threads.
+        version: Policy version of the model's weights; -1 for none, so that requests wait for
+            ``load_weights``.
+        pause_timeout_s: Time that ``load_weights`` waits for the current step to end, seconds.
+        tracer: Receives spans of generation and weight updates.
+        max_bytes: Function that returns the maximum size of keys and values in bytes, None for no limit. It
+            is called whenever nothing is cached.
+
+    Requests without a seed use random numbers from the operating system.
+    """
 
     def __init__(
         self,
@@ -75,29 +93,31 @@ class ContinuousGenerator:
         version: int = 0,
         pause_timeout_s: float = 60.0,
         tracer: Tracer | None = None,
-        most_bytes: Callable[[], int | None] = lambda: None,
+        max_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._model = model.eval()
         self._kv_policy = kv_policy
         self._threads = threads
         self._compute = compute_threads(threads)
         self._tracer = tracer or Tracer()
-        self._core = DecodeCore(model, max_rows=max_rows, most_bytes=most_bytes)
-        self._max_rows, self._most_bytes = max_rows, most_bytes
+        self._core = DecodeCore(model, max_rows=max_rows, max_bytes=max_bytes)
+        self._max_rows = max_rows
+        self._max_bytes = max_bytes
         self._version = version
         self._pause_timeout_s = pause_timeout_s
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Turn, Done]] = deque()
-        self._playing: dict[int, tuple[Turn, Done]] = {}  # by slot
+        self._running: dict[int, tuple[Turn, Done]] = {}  # By slot.
         self._to_abort: set[int] = set()
         self._to_free: set[int] = set()
-        self._forget_later: set[int] = set()
-        self._weights: _NewWeights | None = None
-        self._paused = False
-        self._parked = False
+        self._free_at_end: set[int] = set()  # Slots with a request in progress, to be freed when it ends.
+        self._weights: _WeightUpdate | None = None
+        self._paused = False  # A pause is requested.
+        self._parked = False  # The engine's thread has stopped for the pause.
         self._closing = False
-        self._busy_s = self._weight_pause_ms = 0.0
-        self._stopped = 0  # wall-clock ns at which new weights began to keep requests waiting
+        self._busy_s = 0.0
+        self._weight_pause_ms = 0.0
+        self._stopped = 0  # Wall-clock ns of the start of a weight update that requests wait for, otherwise 0.
         self._span: _Span | None = None
         self._thread = threading.Thread(target=self._serve, name="generation", daemon=True)
         self._thread.start()
@@ -108,11 +128,13 @@ class ContinuousGenerator:
         return self._version
 
     def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
-        """See ``StreamingGenerator``. ``done`` gets a ValueError for a request with no tokens, with options out of
-        range or for a slot that is in play, and any error that a forward pass raised. Raises RuntimeError after
-        ``close``."""
+        """See ``StreamingGenerator``. Raises RuntimeError after ``close``.
+
+        ``done`` receives a ValueError for a request without tokens, with options out of range or for a slot
+        with a request in progress, and the error of a failed forward pass.
+        """
         stream = stream_of(int.from_bytes(os.urandom(8), "little") if request.seed is None else request.seed)
-        budget = rest_of_turn(request, config, self._core.limit)
+        budget = remaining_tokens(request, config, self._core.limit)
         turn = Turn(request, config, frozenset(stop_ids), budget, stream)
         with self._changed:
             if self._closing:
@@ -121,13 +143,13 @@ class ContinuousGenerator:
             self._changed.notify_all()
 
     def abort(self, slots: Sequence[int]) -> None:
-        """See ``StreamingGenerator``. Slots without a request are left alone."""
+        """See ``StreamingGenerator``. Slots without a request are ignored."""
         with self._changed:
             self._to_abort.update(slots)
             self._changed.notify_all()
 
     def free(self, slots: Sequence[int]) -> None:
-        """See ``StreamingGenerator``. A request that is in play continues, and its slot is forgotten at its end."""
+        """See ``StreamingGenerator``. The slot of a request in progress is freed when it ends."""
         with self._changed:
             self._to_free.update(slots)
             self._changed.notify_all()
@@ -135,26 +157,28 @@ class ContinuousGenerator:
     def pause(self, timeout_s: float) -> None:
         """See ``StreamingGenerator``. After a timeout the engine is not paused."""
         with self._changed:
-            before, self._paused = self._paused, True
+            was_paused = self._paused
+            self._paused = True
             self._changed.notify_all()
             if not self._wait_for(lambda: self._parked or self._closing, timeout_s):
-                self._paused = before
+                self._paused = was_paused
                 self._changed.notify_all()
                 raise TimeoutError(f"the generation engine did not finish its step within {timeout_s:g} s")
 
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Return whether the condition comes true within so many seconds. Called under the lock."""
+        """Wait for a condition; return whether it became true in time. Called under the lock."""
         return process_clock.wait(lambda left_s: self._changed.wait_for(condition, left_s), timeout_s)
 
     def resume(self) -> None:
-        """Go on after ``pause``. Harmless if nothing is paused."""
+        """Continue after ``pause``. Does nothing if the engine is not paused."""
         with self._changed:
-            self._paused = self._parked = False
+            self._paused = False
+            self._parked = False
             self._changed.notify_all()
 
     def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
-        """See ``StreamingGenerator``. Raises TimeoutError when the engine's current step does not end."""
-        update = _NewWeights(version, tensors, again)
+        """See ``StreamingGenerator``. Raises TimeoutError if the current step does not end in time."""
+        update = _WeightUpdate(version, tensors, again)
         with self._changed:
             if not self._wait_for(lambda: self._weights is None or self._closing, self._pause_timeout_s):
                 raise TimeoutError(f"the generation engine was busy with other weights for {self._pause_timeout_s:g} s")
@@ -164,26 +188,30 @@ class ContinuousGenerator:
             self._changed.notify_all()
         if not process_clock.wait(update.over.wait, self._pause_timeout_s):
             with self._changed:
-                taken, self._weights = self._weights is not update, None if self._weights is update else self._weights
-            if not taken:
+                withdrawn = self._weights is update
+                if withdrawn:
+                    self._weights = None
+            if withdrawn:
                 raise TimeoutError(f"the generation engine's step did not end within {self._pause_timeout_s:g} s")
-            update.over.wait()  # the engine is copying, which needs no other thread
+            update.over.wait()  # The engine is already copying the weights, which ends without other threads.
         if update.error is not None:
             raise update.error
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
-        """See ``StreamingGenerator``. Computed on the caller's thread, while generation goes on."""
+        """See ``StreamingGenerator``. Computed on the caller's thread while generation continues."""
         return held_digests(self._model, names)
 
     def replica(self) -> ContinuousGenerator | None:
-        """See ``StreamingGenerator``: None where there is no memory for the weights twice. The threads of the replica
-        compete with those of this engine for the cores."""
+        """See ``StreamingGenerator``. None if memory does not suffice for a second copy of the weights.
+
+        The compute threads of the replica compete with those of this engine for the cores.
+        """
         try:
             model = copy.deepcopy(self._model)
         except (MemoryError, RuntimeError) as error:
-            if (said := shortage(error)) is None:
+            if (message := oom_message(error)) is None:
                 raise
-            _log.warning("there is no memory for a second copy of the weights: %s", said)
+            _log.warning("there is no memory for a second copy of the weights: %s", message)
             return None
         return ContinuousGenerator(
             model,
@@ -192,12 +220,15 @@ class ContinuousGenerator:
             threads=self._threads,
             version=self._version,
             pause_timeout_s=self._pause_timeout_s,
-            most_bytes=self._most_bytes,
+            max_bytes=self._max_bytes,
         )
 
     def stats(self) -> dict[str, float]:
-        """See ``StreamingGenerator``; ``weight_pause_ms`` is how long the last update stopped generation: until the
-        next token was drawn, if a request waited for one."""
+        """See ``StreamingGenerator``.
+
+        ``weight_pause_ms`` is the time that the last weight update stopped generation: until the next token
+        was sampled if a request was in progress, otherwise until the weights were copied.
+        """
         core = self._core
         with self._changed:
             return {
@@ -206,12 +237,12 @@ class ContinuousGenerator:
                 "reused_tokens": float(core.reused_tokens),
                 "busy_s": self._busy_s,
                 "weight_pause_ms": self._weight_pause_ms,
-                "running": float(len(self._playing)),
+                "running": float(len(self._running)),
                 "waiting": float(len(self._waiting)),
             }
 
     def close(self) -> None:
-        """See ``StreamingGenerator``. Raises TimeoutError when the thread does not end."""
+        """See ``StreamingGenerator``. Raises TimeoutError if the thread does not end in time."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -222,122 +253,129 @@ class ContinuousGenerator:
             raise TimeoutError(f"the generation engine's thread did not end within {_CLOSE_TIMEOUT_S:g} s")
 
     def _serve(self) -> None:
+        """Run the engine's thread."""
         error: BaseException = RuntimeError("the generation engine was closed")
         try:
             self._compute.take()
-            while self._round():
+            while self._run_round():
                 pass
         except BaseException as unexpected:
             _log.exception("the generation engine's thread ends")
             error = unexpected
-        self._end(error)
+        self._fail_all(error)
 
-    def _round(self) -> bool:
-        """Run one step after doing what others asked for. Return False when the engine closes."""
+    def _run_round(self) -> bool:
+        """Process the requests of other threads and run one step. Return False when the engine closes."""
         with self._changed:
             self._wait_for_work()
             if self._closing:
                 return False
-            paused, update = self._paused, self._weights
+            paused = self._paused
+            update = self._weights
             self._weights = None
-            told = self._end_aborted()
-            self._forget_freed()
+            results = self._end_aborted()
+            self._free_slots()
             self._changed.notify_all()
-        for done, result in told:
-            _tell(done, result)
+        for done, result in results:
+            _call_done(done, result)
         if update is not None:
-            self._take_weights(update)
+            self._apply_update(update)
         if paused or self._version < 0:
             return True
         try:
-            self._join()
-            if self._playing:
+            self._start_waiting()
+            if self._running:
                 self._step()
         except Exception as error:
-            _log.exception("a step of generation failed with %d requests in play", len(self._playing))
+            _log.exception("a step of generation failed with %d requests in play", len(self._running))
             self._core.reset()
-            self._fail_playing(error)
+            self._fail_running(error)
         return True
 
     def _wait_for_work(self) -> None:
-        """Wait until there is something to do. Called under the lock; a pause begins here."""
+        """Wait until there is something to do. Called under the lock. A requested pause starts here."""
         while True:
             if self._paused and not self._parked:
                 self._parked = True
                 self._changed.notify_all()
-            asked = self._weights is not None or self._to_abort or self._to_free
-            playable = not self._paused and self._version >= 0 and (self._playing or self._waiting)
-            if self._closing or asked or playable:
+            has_requests = self._weights is not None or self._to_abort or self._to_free
+            can_step = not self._paused and self._version >= 0 and (self._running or self._waiting)
+            if self._closing or has_requests or can_step:
                 return
-            self._report()
+            self._report_span()
             self._changed.wait()
 
     def _end_aborted(self) -> list[tuple[Done, GenOutput]]:
-        """Take aborted requests out of play and out of the queue."""
-        slots, self._to_abort = self._to_abort, set()
-        ended = [self._playing.pop(slot) for slot in slots if slot in self._playing]
+        """Remove aborted requests from those in progress and from the queue; return their outputs."""
+        slots = self._to_abort
+        self._to_abort = set()
+        ended = [self._running.pop(slot) for slot in slots if slot in self._running]
         self._core.leave([turn for turn, _ in ended])
-        self._to_free |= self._forget_later & slots
-        self._forget_later -= slots
-        kept: deque[tuple[Turn, Done]] = deque()
+        self._to_free |= self._free_at_end & slots
+        self._free_at_end -= slots
+        still_waiting: deque[tuple[Turn, Done]] = deque()
         for turn, done in self._waiting:
-            (ended if turn.slot in slots else kept).append((turn, done))
-        self._waiting = kept
+            (ended if turn.slot in slots else still_waiting).append((turn, done))
+        self._waiting = still_waiting
         for turn, _ in ended:
             turn.reason = "aborted"
         return [(done, turn.output()) for turn, done in ended]
 
-    def _forget_freed(self) -> None:
-        now = self._to_free - self._playing.keys()
-        self._to_free -= now
-        self._forget_later |= self._to_free
+    def _free_slots(self) -> None:
+        """Free the requested slots; those with a request in progress are freed when it ends."""
+        idle = self._to_free - self._running.keys()
+        self._to_free -= idle
+        self._free_at_end |= self._to_free
         self._to_free = set()
-        self._core.free(now)
+        self._core.free(idle)
 
-    def _take_weights(self, update: _NewWeights) -> None:
+    def _apply_update(self, update: _WeightUpdate) -> None:
+        """Load new weights into the model and complete the update."""
         began = time.time_ns()
         try:
             if update.version < self._version:
                 raise ValueError(f"weights of version {update.version} after those of version {self._version}")
             if update.version > self._version or update.again:
-                self._report()
+                self._report_span()
                 copy_weights(self._model, update.tensors)
                 self._version = update.version
                 if self._kv_policy == "recompute":
                     self._core.forget_tokens()
-                # The stop of generation ends with the next token, if a request waits for one.
-                self._stopped = began if self._playing and not self._paused else 0
+                # If a request is in progress, the pause ends with its next token (see _step).
+                self._stopped = began if self._running and not self._paused else 0
                 self._weight_pause_ms = (time.time_ns() - began) * 1e-6
                 self._tracer.record(f"{WEIGHTS}/copy", began, time.time_ns(), version=update.version)
         except Exception as error:
             update.error = error
         update.over.set()
 
-    def _join(self) -> None:
-        """Bring waiting requests into play as far as there are rows."""
+    def _start_waiting(self) -> None:
+        """Start waiting requests as long as there are rows."""
         with self._changed:
-            room = min(len(self._waiting), self._max_rows - len(self._playing))
-            chosen = [self._waiting.popleft() for _ in range(room)]
-        fit: dict[int, tuple[Turn, Done]] = {}
-        for turn, done in chosen:
-            error = self._refusal(turn, fit)
+            n_free = min(len(self._waiting), self._max_rows - len(self._running))
+            candidates = [self._waiting.popleft() for _ in range(n_free)]
+        valid: dict[int, tuple[Turn, Done]] = {}
+        for turn, done in candidates:
+            error = self._find_error(turn, valid)
             if error is not None:
-                _tell(done, error)
+                _call_done(done, error)
             elif turn.budget < 1:
                 turn.reason = "length"
-                _tell(done, turn.output())
+                _call_done(done, turn.output())
             else:
-                fit[turn.slot] = turn, done
-        if fit:
+                valid[turn.slot] = (turn, done)
+        if valid:
             with self._changed:
-                self._playing.update(fit)
-            seated = self._core.join([turn for turn, _ in fit.values()])
-            with self._changed:  # Those that found no row are the first to get one.
-                left = [self._playing.pop(slot) for slot in [*fit][seated:]]
-                self._waiting.extendleft(reversed(left))
+                self._running.update(valid)
+            n_started = self._core.join([turn for turn, _ in valid.values()])
+            with self._changed:
+                # Those without a row go back to the front of the queue, in their order.
+                not_started = [self._running.pop(slot) for slot in [*valid][n_started:]]
+                self._waiting.extendleft(reversed(not_started))
 
-    def _refusal(self, turn: Turn, others: Mapping[int, object]) -> ValueError | None:
-        if turn.slot in self._playing or turn.slot in others:
+    def _find_error(self, turn: Turn, others: Mapping[int, object]) -> ValueError | None:
+        """Return why a request cannot start, or None. ``others`` are the slots that start with it."""
+        if turn.slot in self._running or turn.slot in others:
             return ValueError(f"generate: slot {turn.slot} is in play")
         try:
             check_request(turn.request, turn.config)
@@ -346,7 +384,9 @@ class ContinuousGenerator:
         return None
 
     def _step(self) -> None:
-        began, before = time.time_ns(), self._core.generated_tokens
+        """Run one step of the core and complete the requests that ended."""
+        began = time.time_ns()
+        before = self._core.generated_tokens
         with self._compute.computing():
             ended = self._core.step(self._version)
         now = time.time_ns()
@@ -358,48 +398,54 @@ class ContinuousGenerator:
             self._span = _Span(began, before)
         self._span.ended = now
         if now - self._span.began > _SPAN_NS:
-            self._report()
+            self._report_span()
         with self._changed:
-            told = [(self._playing.pop(turn.slot)[1], turn.output()) for turn in ended]
-            later = self._forget_later & {turn.slot for turn in ended}
-            self._forget_later -= later
-        self._core.free(later)
-        for done, result in told:
-            _tell(done, result)
+            results = [(self._running.pop(turn.slot)[1], turn.output()) for turn in ended]
+            to_free = self._free_at_end & {turn.slot for turn in ended}
+            self._free_at_end -= to_free
+        self._core.free(to_free)
+        for done, result in results:
+            _call_done(done, result)
 
-    def _report(self) -> None:
-        """Report to the tracer what was done since the last break."""
-        span, self._span = self._span, None
+    def _report_span(self) -> None:
+        """Report the steps since the last report to the tracer."""
+        span = self._span
+        self._span = None
         if span is not None:
             tokens = self._core.generated_tokens - span.tokens
-            self._tracer.record(GENERATE, span.began, span.ended, tokens=tokens, rows=len(self._playing))
+            self._tracer.record(GENERATE, span.began, span.ended, tokens=tokens, rows=len(self._running))
 
-    def _fail_playing(self, error: Exception) -> None:
+    def _fail_running(self, error: Exception) -> None:
+        """Complete all requests in progress with an error."""
         with self._changed:
-            failed, self._playing = list(self._playing.values()), {}
-            self._forget_later.clear()
+            failed = list(self._running.values())
+            self._running = {}
+            self._free_at_end.clear()
         for _, done in failed:
-            _tell(done, error)
+            _call_done(done, error)
 
-    def _end(self, error: BaseException) -> None:
-        """Give every request that is left this error: the engine has ended."""
+    def _fail_all(self, error: BaseException) -> None:
+        """Complete all requests and the pending weight update with an error: the engine has ended."""
         failure = error if isinstance(error, Exception) else RuntimeError(f"generation ended: {error!r}")
-        self._report()
+        self._report_span()
         with self._changed:
             self._closing = True
-            failed = [*self._playing.values(), *self._waiting]
-            self._playing, self._waiting = {}, deque()
-            update, self._weights = self._weights, None
+            failed = [*self._running.values(), *self._waiting]
+            self._running = {}
+            self._waiting = deque()
+            update = self._weights
+            self._weights = None
             self._changed.notify_all()
         for _, done in failed:
-            _tell(done, failure)
+            _call_done(done, failure)
         if update is not None:
             update.error = failure
             update.over.set()
         self._core.reset()
 
 
-def _tell(done: Done, result: GenOutput | Exception) -> None:
+def _call_done(done: Done, result: GenOutput | Exception) -> None:
+    """Call ``done``. Its errors are logged: they must not end the engine's thread."""
     try:
         done(result)
     except Exception:

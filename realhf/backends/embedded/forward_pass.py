@@ -49,7 +49,7 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PrefillPiece:
     """Feeds ``tokens`` int64 (m,) to ``row``, from position ``start`` on."""
 
     row: int
@@ -72,7 +72,7 @@ class ModulePass:
         self._limit = limit
         check_layer_kinds(model.config)
 
-    def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
+    def run(self, decoding: Decoding | None, pieces: Sequence[PrefillPiece]) -> Tensor:
         """Return logits (rows of decoding + pieces, vocabulary) after the last token of each, decoding first."""
         with attending_by(self._model.config, ROW_DECODE):
             logits = [] if decoding is None else [self._decode(decoding)]
@@ -96,7 +96,7 @@ class ModulePass:
         logits = self._forward(self._index(tokens)[:, None], at.clamp(max=width - 1)[:, None], width)
         return logits[self._index(decoding.rows)]
 
-    def _prefill(self, pieces: Sequence[Piece]) -> Tensor:
+    def _prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
         """Feed pieces padded on the left, by their own first tokens, so that the last query is the last token of every
         row."""
         starts, ends = np.array([p.start for p in pieces]), np.array([p.end for p in pieces])
@@ -129,7 +129,7 @@ class ModulePass:
         return torch.as_tensor(np.asarray(values, dtype=np.int64), device=self._model.device)
 
 
-def _chunks(pieces: Sequence[Piece]) -> list[list[int]]:
+def _chunks(pieces: Sequence[PrefillPiece]) -> list[list[int]]:
     """Group the indices of pieces by number of tokens; a chunk ends where padding or the pass would grow too large."""
     sizes = [len(piece.tokens) for piece in pieces]
     chunks: list[list[int]] = []
@@ -209,7 +209,7 @@ def _difference(model: Any) -> float:
     cache, tokens = RowCache(), ids.numpy()
     cache.reserve(2, _PROBE_TOKENS)
     decoder, given = FastDecoder(model, cache), LEAST_ROWS
-    got = [decoder.run(None, [Piece(1, 0, tokens[:given])])]
+    got = [decoder.run(None, [PrefillPiece(1, 0, tokens[:given])])]
     for at in range(given, _PROBE_TOKENS):
         one = Decoding(np.array([1]), tokens[at : at + 1], np.array([at]), np.stack((tokens, tokens)))
         got.append(decoder.run(one, []))
@@ -259,12 +259,14 @@ class _Layer:
 class _Plan:
     """Says where the tokens of one pass stand; it is the same for all layers."""
 
-    def __init__(self, decoding: Decoding | None, pieces: Sequence[Piece], device: torch.device, like: Tensor) -> None:
+    def __init__(
+        self, decoding: Decoding | None, pieces: Sequence[PrefillPiece], device: torch.device, like: Tensor
+    ) -> None:
         self.n = 0 if decoding is None else len(decoding.rows)
         rows, columns, tokens = [], [], []
         if decoding is not None:
             rows, columns, tokens = [decoding.rows], [decoding.positions], [decoding.tokens]
-        self.spans: list[tuple[int, int, Piece, Tensor | None]] = []
+        self.spans: list[tuple[int, int, PrefillPiece, Tensor | None]] = []
         at = self.n
         for piece in pieces:
             m = len(piece.tokens)
@@ -312,7 +314,7 @@ class FastDecoder:
         self._dim: int = model.model.layers[0].self_attn.head_dim
         self._rotation: tuple[Tensor, Tensor] | None = None
 
-    def run(self, decoding: Decoding | None, pieces: Sequence[Piece]) -> Tensor:
+    def run(self, decoding: Decoding | None, pieces: Sequence[PrefillPiece]) -> Tensor:
         """See ``ModulePass.run``."""
         embedding: Tensor = self._embedding["weight"]
         plan = _Plan(decoding, pieces, embedding.device, embedding)

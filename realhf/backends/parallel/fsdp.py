@@ -258,10 +258,10 @@ class FsdpEngine(JoinedEngine):
             super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
         self._generator = None  # It would generate with parts of the weights.
 
-    def _tried_out(self, lora: LoraConfig | None, path: str, adapts_head: bool) -> PackedForward:
+    def _build_forward(self, lora: LoraConfig | None, path: str, adapts_head: bool) -> PackedForward:
         unread, mesh = self._unread, self._mesh
         if unread is None:
-            forward = super()._tried_out(lora, path, adapts_head)
+            forward = super()._build_forward(lora, path, adapts_head)
             self._check_layouts(forward)
             self._whole = cut(self.model, mesh)
             return forward
@@ -270,7 +270,7 @@ class FsdpEngine(JoinedEngine):
         def run() -> PackedForward:
             if problem := odd_logits(self.model):
                 raise ModelLoadError(f"{self._role}.path={path}: {problem}")
-            return super(FsdpEngine, self)._tried_out(lora, path, adapts_head)
+            return super(FsdpEngine, self)._build_forward(lora, path, adapts_head)
 
         try:
             forward = whole(run)
@@ -279,7 +279,7 @@ class FsdpEngine(JoinedEngine):
         self._check_layouts(forward)
         return forward
 
-    def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
+    def _run_pass(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
         assert self._whole is not None
         return run() if empty else self._whole(run)
 
@@ -321,7 +321,7 @@ class FsdpEngine(JoinedEngine):
             gather_into(copy, self.model)
         if copy is not None:
             self._copy = copy
-            self._generator = self._made_generator(copy)
+            self._generator = self._build_generator(copy)
             self._generator.threads = self._threads
 
     def _forget(self) -> None:

@@ -1,13 +1,13 @@
-"""Brings the workers of a run into one world, and makes a process group and a device mesh for each role.
+"""The torch.distributed world of a run's workers, with a process group and a device mesh for each role.
 
-A rank that waits in a collective of gloo cannot be told to stop, and its peers wait with it. When one of its
-connections closes, both ends fail at once.
+A rank that waits in a collective of gloo cannot be interrupted, and its peers wait with it. To abort a
+collective, this module closes its connections: then both ends fail at once.
 
-They meet at a store that the first of them serves on the loopback, as all sockets of a run do: nothing outside this
-machine reaches it. Where they are on several hosts, of a network that the user trusts, it is served at the address at
-which this host reaches the master, and each connects and listens at its own such address alone. Their keys begin with a
-token of the run, so that another process does not meet them by chance or plant an address that it guessed. The store
-itself asks nobody who he is: a process that reaches it can list its keys.
+The workers rendezvous at a TCP store that the first of them serves on the loopback interface, so that it is
+not reachable from other machines. With workers on several hosts, of a network that the user trusts, it is
+served at the address at which its host reaches the master, and each worker connects and listens only at its
+own such address. Keys have a token of the run as a prefix, so that another process cannot join by accident
+or insert a guessed address. The store has no authentication: a process that reaches it can list its keys.
 """
 
 from __future__ import annotations
@@ -30,75 +30,89 @@ from torch.distributed.device_mesh import DeviceMesh
 from realhf.api.parallel import CollectiveBroken, Parallel
 from realhf.backends.training.micro_batches import Ranks
 
+_log = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+"""Loopback address."""
+LOOPBACK_INTERFACE = "lo"
+"""Loopback interface."""
+BUCKET_BYTES = 32 << 20
+"""Approximate size of the buckets in which gradients are summed over ranks, bytes."""
 _PREFIX = "socket:"
+"""Prefix of the link target of a socket in /proc/self/fd."""
 
 
 class Sockets:
-    """Collects the connections that are opened inside ``recording``. Those that other threads open meanwhile are
-    collected too, so nothing else should begin at that time."""
+    """Record of the sockets that are opened inside ``recording``.
+
+    Sockets that other threads open at the same time are recorded too, so no other connection should be
+    opened then.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """How many sockets were collected."""
+        """Number of recorded sockets."""
         return len(self._held)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Collect what is opened inside."""
+        """Record the sockets that are opened in the block."""
         before = _open_sockets()
         yield
         self._held |= {name: fd for name, fd in _open_sockets().items() if name not in before}
 
     def listening(self) -> set[str]:
-        """Return the addresses at which those of them listen that do."""
-        return {address for fd in self._held.values() if (address := _listens_at(fd))}
+        """Return the addresses of the listening sockets."""
+        return {address for fd in self._held.values() if (address := _listening_address(fd))}
 
     def shut(self) -> int:
-        """End every connection that is still open, in both directions; return how many there were. The descriptors stay
-        with their owner."""
-        now, count = _open_sockets(), 0
+        """Shut down every recorded connection that is still open; return their number.
+
+        The file descriptors stay open: torch owns them.
+        """
+        open_sockets = _open_sockets()
+        count = 0
         for name, fd in self._held.items():
-            # A descriptor that was closed since may be another file by now.
-            if now.get(name) == fd:
+            # The number of a closed descriptor may have been reused for another file.
+            if open_sockets.get(name) == fd:
                 count += _shut(fd)
         return count
 
 
 def _open_sockets() -> dict[str, int]:
-    """Return the sockets of this process, kernel's name to descriptor."""
-    found = {}
+    """Return the sockets of this process: name in the kernel to file descriptor."""
+    sockets = {}
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{entry}")
             if target.startswith(_PREFIX):
-                found[target] = int(entry)
-    return found
+                sockets[target] = int(entry)
+    return sockets
 
 
-def _listens_at(fd: int) -> str:
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
-        if found.family != socket.AF_UNIX and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return str(found.getsockname()[0])
+def _listening_address(fd: int) -> str:
+    """Return the address at which a socket listens, "" if it does not."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as opened:
+        if opened.family != socket.AF_UNIX and opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return str(opened.getsockname()[0])
     return ""
 
 
 def _shut(fd: int) -> bool:
+    """Shut down a connection in both directions; return whether it was open."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
-        connection.getpeername()  # Raises OSError on a socket that listens: there is nothing to end.
+        connection.getpeername()  # Raises OSError for a listening socket, which has no connection.
         connection.shutdown(socket.SHUT_RDWR)
         return True
     return False
 
 
-_log = logging.getLogger(__name__)
-LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"
-
-
 class Meeting:
-    """Serves the store at which the workers of a world meet, at an own address; ``address`` is host:port. It lives as
-    long as the object."""
+    """TCP store at which the workers of a world rendezvous.
+
+    ``address`` is its host:port. The store is served as long as the object exists.
+    """
 
     def __init__(self, size: int, timeout_s: float, host: str = LOOPBACK) -> None:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -118,10 +132,18 @@ class Meeting:
 
 
 class World:
-    """This worker's membership in a world. ``workers`` are the indices of all its workers, ``worker`` is the own one.
-    ``join_s`` bounds how long they may take to come together, in the world and in each group, ``timeout_s`` how long a
-    rank waits for another in a collective. Only workers with the same ``token`` meet. The others reach this one at its
-    address ``own``, which ``interface`` has."""
+    """This worker's membership in the torch.distributed world of a run.
+
+    Args:
+        address: host:port of the rendezvous store (``Meeting``).
+        worker: Index of this worker.
+        workers: Indices of all workers of the world.
+        join_s: Timeout for joining the world and each group, seconds.
+        timeout_s: Timeout of a collective, seconds.
+        token: Prefix of all keys; only workers with the same token rendezvous.
+        own: Address at which the other workers reach this one.
+        interface: Network interface with the address ``own``.
+    """
 
     def __init__(
         self,
@@ -135,22 +157,26 @@ class World:
         own: str = LOOPBACK,
         interface: str = LOOPBACK_INTERFACE,
     ) -> None:
-        """Raises CollectiveBroken when the workers do not come together, or torch listens at another address."""
+        """Raises CollectiveBroken if not all workers join in time, or if torch listens at another address."""
         host, _, port = address.rpartition(":")
         self._workers = tuple(workers)
         size = len(workers)
-        self._worker, self._join_s = worker, join_s
+        self._worker = worker
+        self._join_s = join_s
         self._timeout = timedelta(seconds=timeout_s)
-        self._own, self._interface = own, interface
+        self._own = own
+        self._interface = interface
         self._sockets = Sockets()
         self._groups: list[Any] = []
         self._founded = 0
+        # Groups of this worker that were created but not requested yet, by the places of their members.
         self._waiting: dict[tuple[int, ...], list[tuple[int, Any]]] = {}
         self._aborted = ""
         self.cuda = torch.cuda.is_available()
-        # Gloo looks up the name of the machine unless it is told an interface, and names may lead anywhere; NCCL takes
-        # an interface that leads out of the machine.
-        os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"] = interface, f"={interface}"
+        # Without an interface, gloo resolves the host name, which may give any address, and NCCL prefers an
+        # interface to other machines.
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface}"
         try:
             joining = timedelta(seconds=join_s)
             server = TCPStore(host, int(port), size, is_master=False, timeout=joining, wait_for_workers=False)
@@ -174,8 +200,10 @@ class World:
         self._check_listeners()
 
     def _compare_devices(self, joining: timedelta) -> None:
-        """Those without a GPU cannot take part in what the others compute on theirs, which torch says late and badly.
-        Raises CollectiveBroken, and RuntimeError when not all come."""
+        """Raise CollectiveBroken if only some workers have a GPU, RuntimeError if not all workers join.
+
+        The error of torch for mixed devices comes late and is hard to understand.
+        """
         self._store.set(f"device/{self._worker}", "GPU" if self.cuda else "CPU")
         keys = {worker: f"device/{worker}" for worker in self._workers}
         self._store.wait([*keys.values()], joining)
@@ -187,7 +215,10 @@ class World:
             )
 
     def _check_listeners(self) -> None:
-        """An interface may have several addresses, of which gloo takes the first."""
+        """Raise CollectiveBroken if torch listens at another address than ``own``.
+
+        Gloo uses the first address of an interface, which may have several.
+        """
         if strays := sorted(self._sockets.listening() - {self._own}):
             self.close()
             raise CollectiveBroken(
@@ -196,12 +227,15 @@ class World:
             )
 
     def found(self, groups: Sequence[Sequence[int]]) -> None:
-        """Make process groups of these workers each, for ``group``. All workers of the world call this with the same
-        groups in the same order, members or not: torch names a group by how many there were before. Raises
-        CollectiveBroken."""
+        """Create the process groups that ``group`` returns, one for each list of workers.
+
+        All workers of the world have to call this with the same groups in the same order, whether they are
+        members or not: torch numbers groups in the order of their creation. Raises CollectiveBroken.
+        """
         for workers in groups:
             places = self.places(workers)
-            number, self._founded = self._founded, self._founded + 1
+            number = self._founded
+            self._founded += 1
             try:
                 with self._sockets.recording():
                     group = dist.new_group(places, timeout=self._timeout)
@@ -213,18 +247,21 @@ class World:
                 self._waiting.setdefault(tuple(places), []).append((number, group))
 
     def group(self, workers: Sequence[int]) -> Any:
-        """Return the process group of these workers, ranks in ascending order, the first that was founded and not yet
-        asked for. All of them call this; each waits ``join_s`` for the others. Raises CollectiveBroken naming those
-        that did not come, or RuntimeError where no such group is left."""
-        found = self._waiting.get(tuple(self.places(workers)))
-        if not found:
+        """Return the first process group of these workers that was created and not returned yet.
+
+        Its ranks are in ascending order of workers. All members have to call this; each waits up to
+        ``join_s`` for the others. Raises CollectiveBroken naming the missing workers, or RuntimeError if no
+        such group is left.
+        """
+        created = self._waiting.get(tuple(self.places(workers)))
+        if not created:
             raise RuntimeError(f"no group of the workers {sorted(workers)} was founded for worker {self._worker}")
-        number, group = found.pop(0)
-        self._await(number, sorted(workers))
+        number, group = created.pop(0)
+        self._wait_for_members(number, sorted(workers))
         return group
 
-    def _await(self, number: int, workers: Sequence[int]) -> None:
-        """Wait until all members of a group have asked for it."""
+    def _wait_for_members(self, number: int, workers: Sequence[int]) -> None:
+        """Wait until all members of a group have called ``group``. Raises CollectiveBroken after ``join_s``."""
         keys = {worker: f"group/{number}/{worker}" for worker in workers}
         missing: Sequence[int] = workers
         try:
@@ -241,16 +278,16 @@ class World:
             ) from None
 
     def places(self, workers: Sequence[int]) -> list[int]:
-        """Return the numbers of these workers in the world, ascending."""
+        """Return the ranks of these workers in the world, ascending."""
         return sorted(self._workers.index(worker) for worker in workers)
 
     @property
     def aborted(self) -> str:
-        """Why the world was broken off; empty while it stands."""
+        """Why the collectives were aborted; empty if they were not."""
         return self._aborted
 
     def abort(self, reason: str) -> None:
-        """Break off every collective of this worker, for good. From any thread; a second call does nothing."""
+        """Abort every collective of this worker, permanently. Thread-safe; a second call does nothing."""
         if self._aborted:
             return
         self._aborted = reason or "broken off"
@@ -258,12 +295,12 @@ class World:
         for group in self._groups if self.cuda else ():
             try:
                 group.abort()
-            except RuntimeError as error:  # The others have to hear of it all the same.
+            except RuntimeError as error:  # The other groups have to be aborted nevertheless.
                 _log.warning("a group of NCCL does not break off: %s", error)
         _log.warning("collectives are broken off (%s); %d connections closed", self._aborted, count)
 
     def close(self) -> None:
-        """Leave the world. What a thread still computes with others fails: it would hold up the end."""
+        """Leave the world. Collectives that are still running fail, so that they do not delay the exit."""
         self._sockets.shut()
         self._groups.clear()
         self._waiting.clear()
@@ -271,28 +308,36 @@ class World:
             dist.destroy_process_group()
 
 
-BUCKET_BYTES = 32 << 20
-"""Gradients travel in pieces of about this size, whatever the number of parameters."""
-
-
 class GroupRanks(Ranks):
-    """Joins the engines of a role on several ``workers``, indices of members of ``world``, in ascending order.
-    Outside ``together`` a rank is alone. ``number`` is the own rank in any case.
+    """Group of the engines of a role on several workers.
 
-    ``sharded``: the model is cut over the ranks (or over groups of them), so that passes are collectives and the
-    backward pass itself sums gradients.
+    Outside of ``together`` an engine acts alone: ``rank`` is 0 and ``size`` 1. ``number`` is always its
+    rank in the group.
+
+    Args:
+        world: The world of the run.
+        workers: Indices of the workers, ascending.
+        sharded: Whether the model is sharded over the ranks, or over groups of them. Then passes are
+            collectives, and the backward pass itself sums gradients.
+        device: Device of the engine.
     """
 
     def __init__(self, world: World, workers: Sequence[int], *, sharded: bool, device: torch.device) -> None:
-        self._world, self._device = world, device
+        self._world = world
+        self._device = device
         self.group = world.group(workers)
-        self.number, self._together, self._sharded = dist.get_rank(self.group), len(workers), sharded
+        self.number = dist.get_rank(self.group)
+        self._together = len(workers)
+        self._sharded = sharded
         self._active = False
 
     @property
     def in_step(self) -> bool:
-        """Whether passes are collectives. Raises RuntimeError outside ``together`` where the model is cut over ranks: a
-        pass would wait for others for ever."""
+        """Whether passes are collectives.
+
+        Raises RuntimeError outside of ``together`` for a sharded model, whose pass would wait for the other
+        ranks forever.
+        """
         if self._sharded and not self._active:
             raise RuntimeError("a model that is cut over workers computes on all of them together only")
         return self._sharded
@@ -300,7 +345,9 @@ class GroupRanks(Ranks):
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
         """See ``realhf.api.parallel.Group``."""
-        self._active, self.rank, self.size = True, self.number, self._together
+        self._active = True
+        self.rank = self.number
+        self.size = self._together
         try:
             for rank, other in enumerate(self.gather({"about": what})):
                 if other["about"] != what:
@@ -314,72 +361,86 @@ class GroupRanks(Ranks):
                 raise CollectiveBroken(f"rank {self.number} of {self.size} broke off {what}: {error}") from error
             raise
         finally:
-            self._active, self.rank, self.size = False, 0, 1
+            self._active = False
+            self.rank = 0
+            self.size = 1
 
     def abort(self, reason: str = "") -> None:
         """See ``realhf.api.parallel.Group``."""
         self._world.abort(reason)
 
     def settle(self) -> None:
-        """See ``Ranks``. Raises CollectiveBroken inside ``together``."""
+        """See ``Ranks``. Raises CollectiveBroken inside of ``together`` if the world was aborted."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         if self._active:
-            self._check_whole()
+            self._check_not_aborted()
 
     def own(self, costs: Sequence[int]) -> list[int]:
-        """Return the sequences of this rank. Each rank gets neighbours, about as many tokens as the others: sequences
-        that begin alike stand beside each other in a batch, and what they share is computed once on a rank."""
-        total, before, owner = sum(map(int, costs)), 0, []
+        """Return the rows of this rank: a contiguous range with about the same cost as on other ranks.
+
+        Adjacent sequences of a batch often share a prefix, which is computed only once on a rank.
+        """
+        total = sum(map(int, costs))
+        before = 0
+        owner = []
         for index, cost in enumerate(map(int, costs)):
-            # Its middle decides, in whole numbers: all ranks must come to the same answer.
+            # The rank is that of the row's midpoint. Integer arithmetic gives the same result on all ranks.
             middle = (2 * before + cost, 2 * total) if total else (2 * index + 1, 2 * len(costs))
             owner.append(min(self.size - 1, middle[0] * self.size // middle[1]))
             before += cost
         return [index for index, rank in enumerate(owner) if rank == self.rank]
 
     def sum_(self, tensor: Tensor) -> None:
-        """Add ``tensor`` up over the ranks, in place."""
+        """Sum ``tensor`` over the ranks, in place."""
         if self.size > 1:
             self._collective(lambda: dist.all_reduce(tensor, group=self.group))
 
-    def gather(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return what every rank tells, by rank."""
+    def gather(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the values of every rank, in the order of ranks."""
         if self.size == 1:
-            return [dict(told)]
-        data = torch.frombuffer(bytearray(json.dumps(dict(told)).encode()), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gathered(torch.tensor([len(data)], dtype=torch.int64))]
+            return [dict(values)]
+        data = torch.frombuffer(bytearray(json.dumps(dict(values)).encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self._all_gather(torch.tensor([len(data)], dtype=torch.int64))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
-        rows = self._gathered(padded)
+        rows = self._all_gather(padded)
         return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up the gradients over the ranks, in fp32; None counts as 0, and stays None where no rank has a
-        gradient: an optimizer leaves such a parameter alone. Nothing where the backward pass did."""
+        """Sum the gradients over the ranks, in fp32, unless the backward pass did (sharded models).
+
+        A gradient that is None counts as 0. It stays None if no rank has a gradient, because the optimizer
+        then must not update the parameter.
+        """
         if self.size == 1 or self._sharded:
             return
         for bucket in _buckets(parameters):
-            has = torch.tensor([float(p.grad is not None) for p in bucket], device=bucket[0].device)
-            none = lambda p: torch.zeros(p.numel(), device=p.device)
-            flat = torch.cat([*(none(p) if p.grad is None else p.grad.reshape(-1).float() for p in bucket), has])
+            # The number of ranks with a gradient is summed in the same collective.
+            has_grad = torch.tensor([float(p.grad is not None) for p in bucket], device=bucket[0].device)
+            zeros = lambda p: torch.zeros(p.numel(), device=p.device)
+            grads = (zeros(p) if p.grad is None else p.grad.reshape(-1).float() for p in bucket)
+            flat = torch.cat([*grads, has_grad])
             self.sum_(flat)
             *sums, counts = flat.split([*(p.numel() for p in bucket), len(bucket)])
             for parameter, summed, count in zip(bucket, sums, counts.tolist(), strict=True):
                 parameter.grad = summed.view_as(parameter).to(parameter.dtype) if count else None
 
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        mine = tensor.to(self._device)
-        rows = [torch.empty_like(mine) for _ in range(self._together)]
-        self._collective(lambda: dist.all_gather(rows, mine, group=self.group))
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have the same shape, on the CPU."""
+        own = tensor.to(self._device)
+        rows = [torch.empty_like(own) for _ in range(self._together)]
+        self._collective(lambda: dist.all_gather(rows, own, group=self.group))
         return [row.cpu() for row in rows]
 
-    def _check_whole(self) -> None:
+    def _check_not_aborted(self) -> None:
+        """Raise CollectiveBroken if the world was aborted."""
         if self._world.aborted:
             raise CollectiveBroken(f"rank {self.number}: collectives were broken off: {self._world.aborted}")
 
     def _collective(self, run: Callable[[], Any]) -> None:
-        self._check_whole()
+        """Run a collective. Raises CollectiveBroken if it fails."""
+        self._check_not_aborted()
         try:
             run()
         except RuntimeError as error:
@@ -387,7 +448,7 @@ class GroupRanks(Ranks):
 
 
 def _lost_peer(error: BaseException) -> bool:
-    """Whether an error comes from below a collective, which torch raises as plain RuntimeErrors."""
+    """Return whether an error comes from a collective. Torch raises such errors as plain RuntimeErrors."""
     if isinstance(error, (CollectiveBroken, dist.DistError)):
         return True
     text = str(error)
@@ -395,23 +456,27 @@ def _lost_peer(error: BaseException) -> bool:
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group parameters into buckets of about ``BUCKET_BYTES``; a larger one is a bucket of its own."""
+    """Yield parameters in buckets of at most ``BUCKET_BYTES``; a larger parameter is a bucket of its own."""
     bucket: list[nn.Parameter] = []
-    held = 0
+    bucket_bytes = 0
     for parameter in parameters:
         nbytes = 4 * parameter.numel()
-        if bucket and held + nbytes > BUCKET_BYTES:
+        if bucket and bucket_bytes + nbytes > BUCKET_BYTES:
             yield bucket
-            bucket, held = [], 0
+            bucket = []
+            bucket_bytes = 0
         bucket.append(parameter)
-        held += nbytes
+        bucket_bytes += nbytes
     if bucket:
         yield bucket
 
 
 def groups_of(workers: Sequence[int], parallel: Parallel, *, cut: bool) -> list[list[int]]:
-    """Return the groups of workers that a role founds, in their order: all of them, and for a model that is ``cut`` and
-    copied the workers of each copy, then those that hold the same part."""
+    """Return the groups of workers that a role needs, in the order of their creation.
+
+    The first has all workers. For a model that is sharded (``cut``) and replicated, the workers of each
+    replica follow, then the workers with the same shard.
+    """
     ordered = sorted(workers)
     if not cut or parallel.dp == 1:
         return [ordered]
@@ -422,13 +487,16 @@ def groups_of(workers: Sequence[int], parallel: Parallel, *, cut: bool) -> list[
 def mesh_of(
     world: World, workers: Sequence[int], parallel: Parallel, ranks: GroupRanks, device_type: str
 ) -> DeviceMesh:
-    """Return the mesh of a role, (fsdp,) or (dp, fsdp). All its workers call this, when the world has
-    founded its ``groups_of``. Raises CollectiveBroken."""
+    """Return the device mesh of a role, (fsdp,) or (dp, fsdp).
+
+    All workers of the role have to call this, after the world has created its ``groups_of``. Raises
+    CollectiveBroken.
+    """
     if parallel.dp == 1:
         return DeviceMesh.from_group(ranks.group, device_type, mesh_dim_names=("fsdp",))
     ordered = sorted(workers)
-    copy, part = divmod(ranks.number, parallel.fsdp)
-    row = world.group(ordered[copy * parallel.fsdp : (copy + 1) * parallel.fsdp])
-    column = world.group(ordered[part :: parallel.fsdp])
+    replica, shard = divmod(ranks.number, parallel.fsdp)
+    row = world.group(ordered[replica * parallel.fsdp : (replica + 1) * parallel.fsdp])
+    column = world.group(ordered[shard :: parallel.fsdp])
     places = torch.tensor(world.places(workers)).reshape(parallel.dp, parallel.fsdp)
     return DeviceMesh.from_group([column, row], device_type, mesh=places, mesh_dim_names=("dp", "fsdp"))

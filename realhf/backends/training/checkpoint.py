@@ -1,8 +1,8 @@
-"""Saves and loads the state of a training engine, alone or with other ranks (torch.distributed.checkpoint).
+"""Checkpoints of a training engine, of one or several ranks (torch.distributed.checkpoint).
 
-Each rank writes its own files; what all ranks hold alike, one of them writes. The files are read by any number of
-ranks, and by one process alone. Torch pickles the index; a checkpoint comes from wherever its folder came from, and so
-reading it builds only the classes that an index consists of.
+Each rank writes its own files; replicated tensors are written by one rank. A checkpoint can be read with any
+number of ranks. Torch pickles the index, and the folder may come from an untrusted source, so the index is
+unpickled with an allow-list of classes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ from realhf.api.parallel import CollectiveBroken
 from realhf.backends.training.optimizer import PolicyOptimizer
 
 INDEX = ".metadata"
-"""The file that says which tensor lies where; the first rank writes it when all have written theirs."""
+"""Index of the tensors in the files. Rank 0 writes it last, so it marks a complete checkpoint."""
+_VERSION = "version"
+"""Name of the number of train steps in a checkpoint."""
+_RANDOM = "torch_rng"
+"""Name of the state of torch's random number generator in a checkpoint."""
 _TYPES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint8 bool complex64 complex128"
 )
@@ -55,6 +59,8 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
+    """Unpickler that creates only allowed classes."""
+
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which no index consists of")
@@ -62,17 +68,17 @@ class _Unpickler(pickle.Unpickler):
 
 
 class ShardReader(FileSystemReader):
-    """Is a ``FileSystemReader`` whose index builds nothing but what an index consists of."""
+    """``FileSystemReader`` that unpickles the index with an allow-list."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index. Raises ValueError, naming the file, on what is none."""
+        """Return the index. Raises ValueError naming the file if it is not a valid index."""
         path = self._get_metadata_path(kwargs.get("rank"))
         with self.fs.create_stream(path, "rb") as file:
             try:
                 metadata = _Unpickler(file).load()
             except OSError:
                 raise
-            except Exception as error:  # a damaged pickle raises anything
+            except Exception as error:  # A damaged pickle can raise any exception.
                 raise ValueError(f"{path} is not the index of a checkpoint: {error}") from None
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{path} is not the index of a checkpoint: it holds a {type(metadata).__name__}")
@@ -82,14 +88,17 @@ class ShardReader(FileSystemReader):
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether ``save_shards`` wrote a whole checkpoint into this folder."""
+    """Return whether a folder contains a complete checkpoint of ``save_shards``."""
     return (folder / INDEX).is_file()
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None, rank: int = 0) -> list[Path]:
-    """Write ``tensors`` with the other ranks of ``group`` (None: alone); return the files that this rank wrote. All
-    ranks name the same tensors: parts of one (``DTensor``), or the same values. Raises what stopped this rank, e.g.
-    OSError, or CollectiveBroken where another rank failed."""
+    """Write ``tensors`` together with the other ranks of ``group``; return the files of this rank.
+
+    Without a group, a single process writes all. All ranks have the same names: shards of a tensor
+    (``DTensor``), or equal values. Raises the error of this rank, e.g. OSError, or CollectiveBroken if
+    another rank failed.
+    """
     with _quiet(), _own_failure(folder, group):
         writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
@@ -98,13 +107,16 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None, 
 
 
 def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
-    """Read into ``tensors``, in place, with the other ranks of ``group`` (None: alone). Raises ValueError that names a
-    tensor which is missing, or of another shape; what stopped this rank; CollectiveBroken where another one failed."""
-    held = ShardReader(folder).read_metadata().state_dict_metadata
+    """Read ``tensors`` in place, together with the other ranks of ``group`` (None: a single process).
+
+    Raises ValueError naming a tensor that is missing or has another shape, the error of this rank, or
+    CollectiveBroken if another rank failed.
+    """
+    saved = ShardReader(folder).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
-        if name not in held:
+        if name not in saved:
             raise ValueError(f"checkpoint {folder} has no tensor {name}")
-        size = getattr(held[name], "size", None)
+        size = getattr(saved[name], "size", None)
         if size is None or tuple(size) != tuple(tensor.shape):
             raise ValueError(f"checkpoint {folder}: {name} has shape {tuple(size or ())}, here {tuple(tensor.shape)}")
     if tensors:
@@ -114,8 +126,11 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor], group: Any = None) 
 
 @contextlib.contextmanager
 def _own_failure(folder: Path, group: Any) -> Iterator[None]:
-    """Torch raises one exception on all ranks, which is no ``Exception`` and would end the process: each rank raises
-    what happened to it instead."""
+    """Raise the error of this rank in place of torch's CheckpointException.
+
+    Torch raises the same exception on all ranks. It is not a subclass of ``Exception``, so it would end the
+    process.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -128,7 +143,7 @@ def _own_failure(folder: Path, group: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Torch warns here of what is asked for: a process that saves alone, and tensors on the CPU."""
+    """Suppress torch's warnings about intended use: saving in a single process, and tensors on the CPU."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -138,9 +153,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-_VERSION, _RANDOM = "version", "torch_rng"
 
 
 def save_state(
@@ -153,8 +165,11 @@ def save_state(
     group: Any = None,
     rank: int = 0,
 ) -> list[Path]:
-    """Write weights (if wanted), optimizer and version with the other ranks of ``group``, and without one the state of
-    torch's random numbers; return the files of this rank."""
+    """Write a checkpoint together with the other ranks of ``group``; return the files of this rank.
+
+    It contains the optimizer, the version, with ``weights`` also the weights, and without a group the state
+    of torch's random number generator.
+    """
     tensors = {**_tensors(model, optimizer, weights), _VERSION: torch.tensor(version)}
     if group is None:
         tensors[_RANDOM] = torch.get_rng_state()
@@ -164,21 +179,25 @@ def save_state(
 def load_state(
     folder: Path, model: nn.Module, optimizer: PolicyOptimizer | None, *, weights: bool = True, group: Any = None
 ) -> int:
-    """Read what ``save_state`` wrote, whatever the number of ranks was, into model and optimizer; return the version.
-    A weight in fp32 is read from its master weight where there is one. Raises ValueError that names a tensor which is
-    missing, of another shape, or of another model; then nothing has changed but, perhaps, the moments of the
-    optimizer."""
-    held, names = ShardReader(folder).read_metadata().state_dict_metadata, _parameter_names(model)
-    _refuse_unknown(folder, held, {*names.values(), *persistent_buffers(model)} if weights else frozenset())
+    """Read a checkpoint of ``save_state`` into model and optimizer; return the version.
+
+    It may have been written by any number of ranks. A weight in fp32 is read from its master weight if the
+    checkpoint has one. Raises ValueError naming a tensor that is missing, has another shape or belongs to
+    another model. Then only the moments of the optimizer may have changed.
+    """
+    saved = ShardReader(folder).read_metadata().state_dict_metadata
+    names = _parameter_names(model)
+    _refuse_unknown(folder, saved, {*names.values(), *persistent_buffers(model)} if weights else frozenset())
     if optimizer is not None:
-        optimizer.begin_moments({p for p, name in names.items() if f"exp_avg/{name}" in held})
-    version, random = torch.tensor(0), torch.get_rng_state()
+        optimizer.begin_moments({p for p, name in names.items() if f"exp_avg/{name}" in saved})
+    version = torch.tensor(0)
+    random = torch.get_rng_state()
     tensors = {**_tensors(model, optimizer, weights), _VERSION: version}
-    if _RANDOM in held:
+    if _RANDOM in saved:
         tensors[_RANDOM] = random
     if optimizer is not None and weights:
         for parameter, master in zip(optimizer.parameters, optimizer.masters, strict=True):
-            if master is parameter and (own := f"master/{names[parameter]}") in held:
+            if master is parameter and (own := f"master/{names[parameter]}") in saved:
                 tensors[own] = tensors.pop(f"weights/{names[parameter]}")
     load_shards(folder, tensors, group)
     torch.set_rng_state(random)
@@ -187,11 +206,13 @@ def load_state(
     return int(version)
 
 
-def _refuse_unknown(folder: Path, held: Collection[str], weights: Collection[str]) -> None:
-    """Raise ValueError where a checkpoint holds weights, or master weights, of another model than the one that has
-    ``weights``: a deeper one, for example."""
+def _refuse_unknown(folder: Path, saved: Collection[str], weights: Collection[str]) -> None:
+    """Raise ValueError if a checkpoint has weights or master weights that are not in ``weights``.
+
+    It is then of another model, for example a deeper one.
+    """
     kinds = ("weights/", "master/")
-    if more := sorted(name for name in held if name.startswith(kinds) and name.partition("/")[2] not in weights):
+    if more := sorted(name for name in saved if name.startswith(kinds) and name.partition("/")[2] not in weights):
         others = f" and {len(more) - 3} more" if len(more) > 3 else ""
         raise ValueError(
             f"checkpoint {folder} is of another model: it has {', '.join(more[:3])}{others}, which this one has not"
@@ -199,19 +220,21 @@ def _refuse_unknown(folder: Path, held: Collection[str], weights: Collection[str
 
 
 def _parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the parameters of a model and their names; a tied one has its first name only."""
+    """Return the names of the parameters of a model. A tied parameter has only its first name."""
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that belong to the state of a model."""
+    """Return the buffers of a model that are part of its state dict, by name."""
     names = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
 def _tensors(model: nn.Module, optimizer: PolicyOptimizer | None, weights: bool) -> dict[str, Tensor]:
-    names, found = _parameter_names(model), dict[str, Tensor]()
+    """Return the tensors of a checkpoint by name."""
+    names = _parameter_names(model)
+    tensors = dict[str, Tensor]()
     if weights:
-        found |= {f"weights/{name}": parameter.detach() for parameter, name in names.items()}
-        found |= {f"weights/{name}": buffer for name, buffer in persistent_buffers(model).items()}
-    return found if optimizer is None else found | optimizer.tensors(names)
+        tensors |= {f"weights/{name}": parameter.detach() for parameter, name in names.items()}
+        tensors |= {f"weights/{name}": buffer for name, buffer in persistent_buffers(model).items()}
+    return tensors if optimizer is None else tensors | optimizer.tensors(names)

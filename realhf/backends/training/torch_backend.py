@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from realhf.api.experiment import ModelSpec
-from realhf.backends.embedded.memory import naming_shortage, shortage
+from realhf.backends.embedded.memory import explain_oom, oom_message
 from realhf.backends.training.tokenizer_loading import ModelLoadError, check_folder, load_tokenizer
 from realhf.backends.training.torch_engine import TorchEngine
 from realhf.base.hf_config import HEAD_FILE, decoder_problem, expert_problem
@@ -76,7 +76,7 @@ def named_loading_shortage(spec: ModelSpec, device: torch.device) -> contextlib.
     """Raise RuntimeError that names options where there is no memory for a model."""
     narrower = f", {spec.role}.dtype=bfloat16 (it is {spec.dtype})" if spec.dtype == "float32" else ""
     cut = f", or {spec.role}.backend=fsdp2, which cuts it over {spec.role}.workers" if spec.trainable else ""
-    return naming_shortage(
+    return explain_oom(
         lambda: f"for {spec.role}.path={spec.path} on the device {device}: take a smaller model{narrower}{cut}"
     )
 
@@ -99,7 +99,7 @@ def load_causal_lm(
             ignore_mismatched_sizes=True,  # They are told below, by name.
         )
     except (OSError, ValueError, RuntimeError) as error:
-        if shortage(error) is not None:
+        if oom_message(error) is not None:
             raise
         raise ModelLoadError(f"{role}.path={path}: weights do not load ({first_line(error)})") from None
     model, report = loaded

@@ -1,4 +1,4 @@
-"""Implements the single-process engine: one transformers model that trains, scores and generates."""
+"""Single-process engine: a transformers model that trains, computes log-probabilities and generates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.embedded.compute_threads import ComputeThreads, unmanaged
 from realhf.backends.embedded.generation import EmbeddedGenerator
 from realhf.backends.embedded.kernels import use_few_pass_norms, use_onednn
-from realhf.backends.embedded.memory import Heap, cache_bytes, named_shortage, named_update_shortage, shortage
+from realhf.backends.embedded.memory import Heap, cache_bytes, explain_pass_oom, explain_update_oom, oom_message
 from realhf.backends.embedded.weight_copy import named_weights
 from realhf.backends.training.checkpoint import is_checkpoint, load_state, save_state
 from realhf.backends.training.lora import ADAPTER, BaseEngine, LoraAdapters
@@ -32,16 +32,19 @@ from realhf.base.text import first_line
 
 
 def blocks_of(model: Any) -> list[Any]:
-    """Return the blocks of a model (transformers); none if it does not say which they are."""
+    """Return the blocks (layers) of a transformers model; empty if the model does not declare them."""
     kinds = {*(getattr(model.get_decoder(), "_no_split_modules", None) or ())}
     return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 class CompiledBlocks:
-    """Holds compiled forms of the blocks of ``model`` (transformers). They are used inside ``on`` only, so that
-    generation from cached keys and values, which has other shapes at every token, stays as it is. Shapes are dynamic:
-    one form serves micro-batches of every size. Raises ValueError where there are no blocks, or no compiler for the
-    device. ``role`` is for errors."""
+    """Blocks of a transformers model compiled with torch.compile.
+
+    The compiled blocks are used only inside of ``on``. Generation from cached keys and values, whose shapes
+    change with every token, uses the original blocks. Shapes are dynamic: micro-batches of every size use
+    the same compiled code. Raises ValueError if the model declares no blocks, or without a compiler for the
+    device. ``role`` is for error messages.
+    """
 
     def __init__(self, model: Any, role: str) -> None:
         self._option = f"{role}.compile=true"
@@ -56,8 +59,10 @@ class CompiledBlocks:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """Run the compiled forms inside; the first pass of a kind compiles. Raises RuntimeError that names the option
-        where that fails."""
+        """Use the compiled blocks in the block of code; the first pass of a kind compiles them.
+
+        Raises RuntimeError naming the option if compilation fails.
+        """
         for block, compiled in zip(self._blocks, self._compiled, strict=True):
             block._compiled_call_impl = compiled
         try:
@@ -72,7 +77,7 @@ class CompiledBlocks:
 
 
 def _missing_compiler(device: torch.device) -> str:
-    """Return what torch.compile lacks for this device, or ""."""
+    """Return which compiler torch.compile lacks for this device, or ""."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -89,13 +94,27 @@ def _missing_compiler(device: torch.device) -> str:
 
 
 class TorchEngine:
-    """Implements ``Engine`` around ``model``: a transformers causal language model, or a decoder with a ``value_head``
-    (a linear layer of one output, with ``get_decoder``, ``device`` and ``config`` as transformers has them), which does
-    not generate. ``kv_cache_gib`` bounds what generation keeps of keys and values. Without ``optimizer`` the weights
-    are frozen. Dropout is switched off, because the policy that is scored must be the one that sampled. ``ranks`` joins
-    it with the engines of the role's other workers. With ``lora`` only adapters train (``role`` and ``path`` are for
-    their errors and files), on the language-model head, too, if it is a target and with ``adapts_head``; generation,
-    publication and export have the model with its adapters merged."""
+    """``Engine`` of a model that fits on one device.
+
+    Dropout is disabled, because log-probabilities must be those of the policy that sampled.
+
+    Args:
+        model: A transformers causal language model, or a decoder with a ``value_head`` (a linear layer with
+            one output, and ``get_decoder``, ``device`` and ``config`` as in transformers), which does not
+            generate.
+        tokenizer: Its tokenizer, for export.
+        optimizer: AdamW options; None for frozen weights.
+        total_train_steps: Length of the learning rate schedule, train steps.
+        gradient_checkpointing: Whether to recompute activations in the backward pass.
+        compile: Whether to compile the blocks of the model.
+        ranks: Group of the engines of the role's workers; None for a single worker.
+        lora: Options of LoRA adapters, which then train instead of the weights. Generation, weight updates
+            and export use the model with merged adapters.
+        role: Name of the model role, for error messages.
+        path: Path of the base model, for the files of adapters.
+        kv_cache_gib: Maximum size of keys and values in generation, GiB; None for a fraction of free memory.
+        adapts_head: Whether the language-model head may have an adapter if it is a target.
+    """
 
     def __init__(
         self,
@@ -119,8 +138,9 @@ class TorchEngine:
         _disable_dropout(model)
         model.eval()
         self.adapters: LoraAdapters | None = None
-        self._checkpointing, self._compiles = gradient_checkpointing and optimizer is not None, compile
-        self._forward = self._tried_out(lora, path, adapts_head)
+        self._checkpointing = gradient_checkpointing and optimizer is not None
+        self._compiles = compile
+        self._forward = self._build_forward(lora, path, adapts_head)
         self._ranks = Ranks() if ranks is None else ranks
         self._heap = Heap()
         if self._checkpointing:
@@ -134,26 +154,31 @@ class TorchEngine:
         self._version = 0
         generates = self._forward.heads.value is None
         self._kv_cache_gib = kv_cache_gib
-        generating = model if self.adapters is None else self.adapters.skeleton
-        self._generator = self._made_generator(generating, ready=self._whole_model) if generates else None
+        generating_model = model if self.adapters is None else self.adapters.skeleton
+        self._generator = self._build_generator(generating_model, ready=self._merged_model) if generates else None
         self._threads = unmanaged()
 
     @property
     def ranks(self) -> Ranks:
-        """The workers that train this model together."""
+        """Group of the engines that train this model together."""
         return self._ranks
 
     def base(self) -> BaseEngine:
-        """Return an engine of the frozen base, which is this one with its adapters off. Raises RuntimeError without
-        adapters."""
+        """Return an engine of the frozen base model: this model without its adapters.
+
+        Raises RuntimeError if the model has no adapters.
+        """
         if self.adapters is None:
             raise RuntimeError("this model role has no adapters: all its weights train")
         return BaseEngine(self, self.adapters, self.tokenizer)
 
-    def _tried_out(self, lora: LoraConfig | None, path: str, adapts_head: bool) -> PackedForward:
-        """Make the forward pass, which tries the model out, with the weights where they train and with its adapters;
-        before there is an optimizer. Raises ValueError where it cannot have adapters."""
-        if not self._compiles:  # Inductor asserts that oneDNN's product gets a constant for its weight.
+    def _build_forward(self, lora: LoraConfig | None, path: str, adapts_head: bool) -> PackedForward:
+        """Add adapters to the model and return its forward pass, which probes what the model supports.
+
+        It has to be called before the optimizer is created. Raises ValueError for a model that cannot have
+        adapters.
+        """
+        if not self._compiles:  # Inductor requires the weight of a oneDNN product to be a constant.
             use_onednn(self.model)
         use_few_pass_norms(self.model)
         if lora is not None:
@@ -166,7 +191,7 @@ class TorchEngine:
         return PackedForward(self.model, pieces=not self._checkpointing and not self._compiles)
 
     def use_threads(self, threads: ComputeThreads) -> None:
-        """Let ``threads`` compute here from now on. All engines of one thread share them."""
+        """Compute with ``threads`` from now on. All engines of a thread share them."""
         self._threads = threads
         if self._generator is not None:
             self._generator.threads = threads
@@ -174,7 +199,7 @@ class TorchEngine:
 
     @property
     def version(self) -> int:
-        """Number of committed train steps. Setting it frees the generation engine's rows."""
+        """Number of completed train steps. Setting it invalidates the cache of the generation engine."""
         return self._version
 
     @version.setter
@@ -184,41 +209,43 @@ class TorchEngine:
             self._generator.free()
 
     def release_generation(self) -> None:
-        """Give the memory of the generation engine's keys and values back, and that of merged weights, until it
-        generates again."""
+        """Free the keys and values of the generation engine and the merged weights until it generates again."""
         if self._generator is not None:
             self._generator.release()
         if self.adapters is not None:
             self.adapters.changed()
 
     def generator(self) -> EmbeddedGenerator:
-        """The generation engine over the same model. Raises ValueError on a model with a value head."""
+        """The generation engine of the same model. Raises ValueError for a model with a value head."""
         if self._generator is None:
             raise ValueError("a model with a value head does not generate")
         return self._generator
 
-    def _made_generator(self, model: Any, ready: Callable[[], object] = lambda: None) -> EmbeddedGenerator:
-        """Make a generation engine over ``model``, which shares the device with training."""
-        most = lambda: cache_bytes(self._kv_cache_gib, model.device, shared=True)
-        return EmbeddedGenerator(model, version=lambda: self._version, ready=ready, most_bytes=most)
+    def _build_generator(self, model: Any, ready: Callable[[], object] = lambda: None) -> EmbeddedGenerator:
+        """Return a generation engine of ``model``, which shares the device with training."""
+        max_bytes = lambda: cache_bytes(self._kv_cache_gib, model.device, shared=True)
+        return EmbeddedGenerator(model, version=lambda: self._version, ready=ready, max_bytes=max_bytes)
 
-    def _whole_model(self) -> Any:
-        """Return the model as others see it: with merged weights where it has adapters."""
+    def _merged_model(self) -> Any:
+        """Return the model with its adapters merged, if it has any."""
         return self.model if self.adapters is None else self.adapters.merged()
 
     def train_batch(
         self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec, normaliser: float = 1.0
     ) -> TrainResult:
-        """See ``Engine.train_batch``. Stats: sums of what ``loss_fn`` returned, ``loss``, ``lr`` and ``POSITIONS``. A
-        batch without any trainable position changes nothing. Raises RuntimeError on a frozen engine."""
-        optimizer = self._own_optimizer("train_batch")
+        """See ``Engine.train_batch``. Raises RuntimeError for a frozen model.
+
+        The statistics are the sums of those that ``loss_fn`` returned, ``loss``, ``lr`` and ``POSITIONS``. A
+        batch without a trainable position makes no update.
+        """
+        optimizer = self._require_optimizer("train_batch")
         if not 0 < normaliser < math.inf:
             raise ValueError(f"train_batch: the normaliser must be positive, got {normaliser}")
         optimizer.zero_grad()
-        stats, backward, kept = self._accumulated(sample, loss_fn, mb_spec, normaliser, optimizer)
-        self._heap.give_back()
+        stats, backward, kept = self._compute_gradients(sample, loss_fn, mb_spec, normaliser, optimizer)
+        self._heap.trim()
         norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
-        self._ranks.settle()  # Sums that were broken off are no reason to step, nor to skip.
+        self._ranks.settle()  # Raises if the sums were aborted: they must decide neither about a step nor a skip.
         if not math.isfinite(norm):
             optimizer.zero_grad()
             return TrainResult(stats, norm, skipped=True, kept=kept)
@@ -228,17 +255,20 @@ class TorchEngine:
         return TrainResult(stats, norm, skipped=False, kept=kept)
 
     def accumulate(self, sample: SequenceSample, loss_fn: LossFn, *, mb_spec: MicroBatchSpec) -> TrainResult:
-        """Add the gradient of the sum of losses on ``sample`` to those that wait for ``step``; the norm is that of all
-        of them. Where loss or norm are no finite numbers, and where this raises, the gradients stay what they were.
-        Stats as of ``train_batch``, without ``lr``. The memory of passes is kept for the next call. Raises RuntimeError
-        on a frozen engine, or one of several ranks."""
-        optimizer = self._own_optimizer("accumulate")
+        """Add the gradient of the sum of the losses on ``sample`` to the accumulated ones.
+
+        The norm in the result is that of the accumulated gradient; the statistics are those of
+        ``train_batch`` without ``lr``. If loss or norm are not finite, or on an exception, the accumulated
+        gradient does not change. The memory of the passes is kept for the next call. Raises RuntimeError for
+        a frozen model, or one with several ranks.
+        """
+        optimizer = self._require_optimizer("accumulate")
         if self._ranks.size > 1:
             raise RuntimeError("accumulate: gradients of several ranks are added up once a step, in train_batch")
         before = optimizer.copied_gradients()
         skipped = True
         try:
-            stats, _, kept = self._accumulated(sample, loss_fn, mb_spec, 1.0, optimizer)
+            stats, _, kept = self._compute_gradients(sample, loss_fn, mb_spec, 1.0, optimizer)
             norm = optimizer.gradient_norm() if math.isfinite(stats["loss"]) else math.nan
             skipped = not math.isfinite(norm)
         finally:
@@ -247,10 +277,12 @@ class TorchEngine:
         return TrainResult(stats, norm, skipped=skipped, kept=kept)
 
     def step(self, options: OptimizerConfig) -> TrainResult:
-        """Make one optimizer step by the gradients that were accumulated, with these options in place of earlier ones,
-        and drop them; ``version`` is one more then. A norm that is no finite number changes nothing. Weights without a
-        gradient stay as they are, as in ``torch.optim.AdamW``."""
-        optimizer = self._own_optimizer("step")
+        """Make one optimizer step with the accumulated gradient, clear it, and increment ``version``.
+
+        ``options`` replace earlier ones. With a norm that is not finite there is no step. Weights without a
+        gradient do not change, as in ``torch.optim.AdamW``.
+        """
+        optimizer = self._require_optimizer("step")
         optimizer.use(options)
         norm = optimizer.gradient_norm()
         if skipped := not math.isfinite(norm):
@@ -262,19 +294,20 @@ class TorchEngine:
         return TrainResult({"lr": rate}, norm, skipped)
 
     def forget_gradients(self) -> None:
-        """Drop what was accumulated."""
-        self._own_optimizer("forget_gradients").zero_grad()
+        """Clear the accumulated gradient."""
+        self._require_optimizer("forget_gradients").zero_grad()
 
     def forget_moments(self) -> None:
-        """Begin anew with the optimizer, as one that has made no step."""
-        self._own_optimizer("forget_moments").begin_moments(())
+        """Reset the optimizer to its initial state."""
+        self._require_optimizer("forget_moments").begin_moments(())
 
-    def _own_optimizer(self, wanted: str) -> PolicyOptimizer:
+    def _require_optimizer(self, method: str) -> PolicyOptimizer:
+        """Return the optimizer. Raises RuntimeError naming ``method`` for a frozen model."""
         if self._optimizer is None:
-            raise RuntimeError(f"{wanted}: this model role was built without an optimizer")
+            raise RuntimeError(f"{method}: this model role was built without an optimizer")
         return self._optimizer
 
-    def _accumulated(
+    def _compute_gradients(
         self,
         sample: SequenceSample,
         loss_fn: LossFn,
@@ -282,22 +315,25 @@ class TorchEngine:
         normaliser: float,
         optimizer: PolicyOptimizer,
     ) -> tuple[dict[str, float], bool, dict[str, Tensor]]:
-        """Add up gradients, of all ranks; return statistics, whether there was a gradient, and what the loss kept."""
-        self.release_generation()  # Its memory is wanted here, and the weights that filled it will change.
+        """Add the gradient of a batch, summed over all ranks, to the accumulated one.
+
+        Returns the statistics, whether there was a gradient, and the tensors that the loss kept.
+        """
+        self.release_generation()  # Training needs the memory, and the weights of the cache are about to change.
         with self._training(), self._threads.computing():
-            account = self._passes(sample, loss_fn, spec, normaliser, optimizer.accumulate)
-            summed = account.summed(self._ranks)
+            account = self._run_passes(sample, loss_fn, spec, normaliser, optimizer.accumulate)
+            results = account.sum_over(self._ranks)
             self._ranks.sum_gradients(optimizer.masters)
-        return summed
+        return results
 
     def _update(self, optimizer: PolicyOptimizer, norm: float) -> float:
-        """Step by gradients of this norm; return the learning rate."""
+        """Make an optimizer step with gradients of this norm; return the learning rate."""
         adapters = self.adapters is None and self._forward.heads.value is None
         offload = self.model.device.type == "cuda" and not (optimizer.offloads or self._ranks.in_step)
-        with named_update_shortage(optimizer.masters, self._named, adapters=adapters, offload=offload):
+        with explain_update_oom(optimizer.masters, self._named, adapters=adapters, offload=offload):
             return optimizer.step(self._version, norm)
 
-    def _passes(
+    def _run_passes(
         self,
         sample: SequenceSample,
         loss_fn: LossFn,
@@ -305,10 +341,10 @@ class TorchEngine:
         normaliser: float,
         accumulate: Callable[[], None],
     ) -> StepAccount:
-        """Go forward and backward through the micro-batches of this rank; ``accumulate`` takes the gradient of each."""
+        """Run the forward and backward passes of this rank; ``accumulate`` is called after each backward pass."""
         account = StepAccount(_shifted_size(sample))
-        parts = self._parts(sample, spec)
-        others = self._passes_of_others(parts)
+        parts = self._split(sample, spec)
+        n_extra = self._count_extra_passes(parts)
 
         def loss_of(part: Part) -> Tensor:
             outputs = self._forward(part.sample, part.rows)
@@ -319,53 +355,60 @@ class TorchEngine:
             return loss
 
         for part in parts:
-            with named_shortage(part.positions, len(part.rows), spec.max_tokens_per_mb):
-                loss = self._within(part.empty, lambda part=part: loss_of(part))
+            with explain_pass_oom(part.positions, len(part.rows), spec.max_tokens_per_mb):
+                loss = self._run_pass(part.empty, lambda part=part: loss_of(part))
                 if loss.requires_grad:
                     loss.backward()
                     accumulate()
                     account.backward = True
-            self._heap.passed(part.positions)
-        for _ in range(others):
-            self._within(False, self._forward.nothing).backward()
+            self._heap.after_pass(part.positions)
+        for _ in range(n_extra):
+            self._run_pass(False, self._forward.nothing).backward()
             accumulate()
         return account
 
-    def _parts(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:
+    def _split(self, sample: SequenceSample, spec: MicroBatchSpec) -> list[Part]:
+        """Return the micro-batches of this rank. Raises ValueError for an unknown token."""
         self._check_tokens(sample)
-        forward, most = self._forward, self._forward.row_tokens
-        return parts_of(sample, spec, self._ranks, share=forward.shares, packed=forward.packs, row_tokens=most)
-
-    def _check_tokens(self, sample: SequenceSample) -> None:
-        """Raise ValueError on a token that the model does not have: on a GPU it would take the process with it."""
-        size = int(self.model.config.get_text_config().vocab_size)
-        ids = sample["packed_input_ids"]
-        strange = (ids < 0) | (ids >= size)
-        if not bool(strange.any()):
-            return
-        place = int(strange.nonzero()[0])
-        at = int(np.searchsorted(sample.lengths("packed_input_ids").rows(), place, side="right")) - 1
-        raise ValueError(
-            f"packed_input_ids of sample {sample.ids[at]!r} has the token {int(ids[place])}, and {self._named} has the "
-            f"tokens 0 to {size - 1}: it was made with another tokenizer"
+        forward = self._forward
+        return parts_of(
+            sample, spec, self._ranks, share=forward.shares, packed=forward.packs, row_tokens=forward.row_tokens
         )
 
-    def _within(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
-        """Run a pass where the weights are whole; ``empty`` ones compute nothing with them."""
+    def _check_tokens(self, sample: SequenceSample) -> None:
+        """Raise ValueError for a token outside of the vocabulary, which would end the process on a GPU."""
+        size = int(self.model.config.get_text_config().vocab_size)
+        ids = sample["packed_input_ids"]
+        unknown = (ids < 0) | (ids >= size)
+        if not bool(unknown.any()):
+            return
+        position = int(unknown.nonzero()[0])
+        index = int(np.searchsorted(sample.lengths("packed_input_ids").rows(), position, side="right")) - 1
+        raise ValueError(
+            f"packed_input_ids of sample {sample.ids[index]!r} has the token {int(ids[position])}, and {self._named} "
+            f"has the tokens 0 to {size - 1}: it was made with another tokenizer"
+        )
+
+    def _run_pass(self, empty: bool, run: Callable[[], Tensor]) -> Tensor:
+        """Run a pass with the whole weights. Subclasses gather sharded weights, unless the pass is ``empty``."""
         del empty
         return run()
 
-    def _passes_of_others(self, parts: list[Part]) -> int:
-        """Return in how many passes this rank has to take part after its own. Asked before the first of them: a rank
-        that is through would wait for an answer, and the others for its part in theirs."""
+    def _count_extra_passes(self, parts: list[Part]) -> int:
+        """Return the number of passes of other ranks in which this rank has to take part after its own.
+
+        It is exchanged before the first pass. Afterwards a rank that has finished would wait for the
+        exchange, while the others wait for its part in their passes.
+        """
         if not self._ranks.in_step:
             return 0
         own = sum(not part.empty for part in parts)
-        return max(told["passes"] for told in self._ranks.gather({"passes": own})) - own
+        return max(other["passes"] for other in self._ranks.gather({"passes": own})) - own
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:
-        # Layers recompute activations only in training mode; dropout is off in either.
+        """Set the model up for training in the block."""
+        # Layers recompute activations only in training mode. Dropout is disabled in both modes.
         self.model.train(self._checkpointing)
         if self.adapters is not None:
             self.adapters.training(True)
@@ -385,56 +428,61 @@ class TorchEngine:
         """See ``Engine.forward``."""
         result = torch.zeros(_shifted_size(sample))
 
-        def found_in(part: Part) -> Tensor:
+        def compute(part: Part) -> Tensor:
             return post_fn(self._forward(part.sample, part.rows), part.sample)
 
         with self._without_gradient(), self._compiled(), self._threads.computing():
-            parts = self._parts(sample, mb_spec)
-            others = self._passes_of_others(parts)
+            parts = self._split(sample, mb_spec)
+            n_extra = self._count_extra_passes(parts)
             for part in parts:
-                with named_shortage(part.positions, len(part.rows), mb_spec.max_tokens_per_mb):
-                    found = self._within(part.empty, lambda part=part: found_in(part))
-                self._heap.passed(part.positions)
-                if found.shape != part.place.shape:
-                    raise ValueError(f"forward: post_fn returned {tuple(found.shape)}, not {tuple(part.place.shape)}")
-                result[part.place] = found.float().cpu()
-            for _ in range(others):
-                self._within(False, self._forward.nothing)
-        self._heap.give_back()
+                with explain_pass_oom(part.positions, len(part.rows), mb_spec.max_tokens_per_mb):
+                    values = self._run_pass(part.empty, lambda part=part: compute(part))
+                self._heap.after_pass(part.positions)
+                if values.shape != part.place.shape:
+                    raise ValueError(f"forward: post_fn returned {tuple(values.shape)}, not {tuple(part.place.shape)}")
+                result[part.place] = values.float().cpu()
+            for _ in range(n_extra):
+                self._run_pass(False, self._forward.nothing)
+        self._heap.trim()
         self._ranks.sum_(result)
         return result
 
     def logprobs(self, sample: SequenceSample, *, temperature: float, mb_spec: MicroBatchSpec) -> Tensor:
-        """See ``Engine.logprobs``. ``mb_spec`` bounds memory; it changes values by rounding at most."""
+        """See ``Engine.logprobs``. ``mb_spec`` bounds memory and changes results only by rounding."""
         return logprobs_by(self, sample, temperature=temperature, mb_spec=mb_spec)
 
     def weights(self) -> dict[str, Tensor]:
         """See ``Engine.weights``."""
-        return named_weights(self._whole_model())
+        return named_weights(self._merged_model())
 
     def stored_weights(self) -> dict[str, Tensor]:
-        """Return what ``load_checkpoint`` restores to the bit: the weights, or base weights and adapters."""
+        """Return the weights that ``load_checkpoint`` restores bit by bit: all, or base weights and adapters."""
         return self.weights() if self.adapters is None else named_weights(self.model)
 
     @property
     def _keeps_weights(self) -> bool:
-        """Whether a checkpoint has the weights of the model: a frozen one, and the base of adapters, is read from
-        ``path`` of the role."""
+        """Whether a checkpoint contains the weights of the model.
+
+        Frozen models, and the base models of adapters, are loaded from the ``path`` of the role instead.
+        """
         return self._optimizer is not None and self.adapters is None
 
     def save_checkpoint(self, folder: Path) -> list[Path] | None:
-        """Write what training needs to continue bit-identically into ``folder`` (made if missing)."""
+        """Write the state that training needs to continue bit-identically into ``folder``, created if missing."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.adapters is not None:
             self.adapters.save(folder / ADAPTER)
         save_state(folder, self.model, self._optimizer, self._version, weights=self._keeps_weights)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restore what ``save_checkpoint`` wrote, here or on several ranks. Raises FileNotFoundError or ValueError
-        naming the folder."""
+        """Restore a state that ``save_checkpoint`` wrote, with any number of ranks.
+
+        Raises FileNotFoundError or ValueError naming the folder.
+        """
         self._load(folder)
 
     def _load(self, folder: Path, group: Any = None) -> None:
+        """Restore a checkpoint together with the other ranks of ``group``, alone if it is None."""
         if (folder / "engine.pt").is_file():
             raise ValueError(
                 f"checkpoint {folder} was written by an earlier version, in a format that this one does not read: go "
@@ -451,7 +499,7 @@ class TorchEngine:
             self.version = load_state(folder, self.model, self._optimizer, weights=weights, group=group)
 
     def _check_adapters(self, folder: Path) -> None:
-        """Raise ValueError where one of model and checkpoint has adapters and the other has not."""
+        """Raise ValueError if only one of model and checkpoint has adapters."""
         saved = (folder / ADAPTER).is_dir()
         if folder.is_dir() and saved != (self.adapters is not None):
             was, now = ("adapters", "all weights") if saved else ("all weights", "adapters")
@@ -461,9 +509,11 @@ class TorchEngine:
             )
 
     def export_hf(self, folder: Path) -> None:
-        """Write model, config and tokenizer for ``from_pretrained``. Adapters are merged, and lie beside in ``adapter``
-        as peft has them."""
-        self._whole_model().save_pretrained(folder)
+        """Write model, config and tokenizer for ``from_pretrained``.
+
+        Adapters are merged, and also written to the subfolder ``adapter`` in the format of peft.
+        """
+        self._merged_model().save_pretrained(folder)
         if self.adapters is not None:
             self.adapters.save(folder / ADAPTER)
         if self.tokenizer is not None:
@@ -472,24 +522,26 @@ class TorchEngine:
 
 @contextlib.contextmanager
 def of_this_model(folder: Path) -> Iterator[None]:
-    """Say in one line that a checkpoint does not fit the model. What has other causes, a lost rank or a want of memory,
-    stays what it is."""
+    """Raise a ValueError of one line for a checkpoint that does not fit the model.
+
+    Errors with other causes, a lost rank or missing memory, are raised unchanged.
+    """
     try:
         yield
     except (KeyError, RuntimeError, ValueError) as error:
-        if isinstance(error, CollectiveBroken) or shortage(error) is not None:
+        if isinstance(error, CollectiveBroken) or oom_message(error) is not None:
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        said = next((line for line in lines if not line.startswith("Error(s) in loading")), type(error).__name__)
-        said = said.removeprefix(f"checkpoint {folder}").removeprefix(" is of another model").lstrip(": ")
+        cause = next((line for line in lines if not line.startswith("Error(s) in loading")), type(error).__name__)
+        cause = cause.removeprefix(f"checkpoint {folder}").removeprefix(" is of another model").lstrip(": ")
         raise ValueError(
-            f"checkpoint {folder} is not one of this model ({said[:300]}); continue with the model that it was saved "
+            f"checkpoint {folder} is not one of this model ({cause[:300]}); continue with the model that it was saved "
             "from (actor.path, or the path of its role), or begin anew with recover_mode=disabled"
         ) from None
 
 
 def _shifted_size(sample: SequenceSample) -> int:
-    """Return the sum of L-1 over the sequences of a batch."""
+    """Return the sum of L-1 over the sequences of a batch. Raises ValueError for an empty sequence."""
     lengths = np.asarray(sample.lengths("packed_input_ids").values)
     if (lengths < 1).any():
         raise ValueError("packed_input_ids has an empty sequence")
@@ -497,7 +549,7 @@ def _shifted_size(sample: SequenceSample) -> int:
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Make every probability of dropout 0 that a module holds, under whatever name."""
+    """Set every dropout probability in the modules of a model to 0, whatever its name."""
     for module in model.modules():
         if isinstance(module, _DropoutNd):
             module.p = 0.0
@@ -507,14 +559,18 @@ def _disable_dropout(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _without_dropout(config: Any) -> Iterator[None]:
-    """Some models read their probabilities from the configuration at every pass. The exported one must keep them."""
+    """Set the dropout probabilities in the configuration to 0 in the block.
+
+    Some models read them in every pass. They are restored afterwards, because the exported configuration
+    must have them.
+    """
     configs = {id(c): c for c in (config, config.get_text_config())}.values()
-    held = [(c, name, value) for c in configs for name, value in vars(c).items() if "drop" in name]
-    held = [(c, name, value) for c, name, value in held if isinstance(value, float)]
+    probabilities = [(c, name, value) for c in configs for name, value in vars(c).items() if "drop" in name]
+    probabilities = [(c, name, value) for c, name, value in probabilities if isinstance(value, float)]
     try:
-        for c, name, _ in held:
+        for c, name, _ in probabilities:
             setattr(c, name, 0.0)
         yield
     finally:
-        for c, name, value in held:
+        for c, name, value in probabilities:
             setattr(c, name, value)

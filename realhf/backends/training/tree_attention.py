@@ -1,12 +1,20 @@
-"""Computes attention of rows in which sequences share their common prefixes, without the square of a row.
+"""Attention over rows in which sequences share common prefixes, without the square of the row length.
 
-Such a row is a tree of tokens in depth-first order (see ``realhf.backends.training.sequence_packing``). Under a mask a
-kernel multiplies all pairs of its columns, although a token sees only its own sequence: of a row with eight rollouts, a
-sixth. Here each *piece*, the columns that one sequence adds to the row, attends to the columns of its sequence, which
-are gathered; pieces of similar size are computed in one batch. Where many short pieces would copy a long prefix too
-often, a run of neighbours is computed as one *bundle* with one copy: its keys are what its first piece sees and the
-columns of all of them, and a mask hides what a piece does not see. Registered with transformers as the attention
-implementation ``row_tree``, which without such rows is ``sdpa``.
+Such a row is a tree of tokens in depth-first order (``realhf.backends.training.sequence_packing``). A
+column is the position of a token in the row. With a mask over the whole row, a kernel would multiply
+all pairs of columns, although a token attends only to its own sequence (in a row of eight rollouts to
+about a sixth of the columns). This module splits a row into *segments*: the columns that one sequence
+adds after the prefix that it shares with the sequence before it. The keys of a segment, the columns of
+its sequence, are gathered (copied), and segments of similar size are computed in one batch.
+
+Example: the sequences ABCD, ABEF and ABG make the row A B C D E F G. The segments are AB (keys AB),
+CD (keys ABCD), EF (keys ABEF) and G (keys ABG).
+
+Many short segments would copy a long prefix many times. Then adjacent segments are computed as one
+*bundle* with one copy of the prefix: its keys are those of its first segment and the columns of all its
+segments, and a mask hides the columns that a segment does not attend to.
+
+The implementation is registered with transformers as ``row_tree``; for rows without trees it is ``sdpa``.
 """
 
 from __future__ import annotations
@@ -27,205 +35,261 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from realhf.backends.embedded.attention import HARMLESS, additive_mask
 
-MOST_GATHERED = 4
-"""Columns of keys that may be copied, per column of the rows: copies are kept for the backward pass."""
-MOST_PADDING = 1.3
-"""A batch may have this many times the products that its bundles have: a further batch costs calls."""
-WASTES = (1.0, 1.3, 2.0, 4.0, math.inf)
-"""A bundle may have this many times the products that its pieces need. The first that copies few enough columns is
-taken: with the first there are no bundles, with the last every row is one, which copies no column twice."""
+MAX_GATHERED_PER_COLUMN = 4
+"""Maximum number of gathered key columns per column of the rows. They are kept for the backward pass."""
+MAX_PADDING = 1.3
+"""Maximum ratio of the products in a padded batch to those of its bundles. Less padding would need more
+batches, and each batch costs kernel launches."""
+BUNDLE_OVERHEADS = (1.0, 1.3, 2.0, 4.0, math.inf)
+"""Maximum ratios of the products in a bundle to those of its segments, in the order in which they are
+tried until few enough columns are gathered. With the first there are no bundles; with the last each row
+is one bundle, which gathers no column twice."""
+ROW_TREE = "row_tree"
+"""Name of the attention implementation in transformers."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Is what one sequence adds to a row: columns [start, end) of all rows one after another; ``before`` int64: the
-    columns of its sequence before them."""
+class TreeSegment:
+    """Columns that one sequence adds to a row.
+
+    Columns are numbered over all rows of a batch, one row after another.
+    """
 
     start: int
+    """First column."""
     end: int
+    """Column after the last one."""
     before: np.ndarray
+    """Columns of the sequence before the segment, int64."""
 
     @property
     def own(self) -> int:
-        """Number of its columns."""
+        """Number of columns of the segment."""
         return self.end - self.start
 
     @property
     def products(self) -> int:
-        """Pairs of a column of it and one that it may see."""
+        """Number of (query, key) pairs without a causal mask."""
         return self.own * (self.own + len(self.before))
 
 
 @dataclass(frozen=True)
-class Bundle:
-    """Holds neighbouring pieces of a row, at least one."""
+class SegmentBundle:
+    """Adjacent segments of a row that are computed together, at least one."""
 
-    pieces: tuple[Piece, ...]
+    segments: tuple[TreeSegment, ...]
+    """The segments in the order of their columns."""
 
     @property
     def start(self) -> int:
-        """Its first column."""
-        return self.pieces[0].start
+        """First column."""
+        return self.segments[0].start
 
     @property
     def end(self) -> int:
-        """The column behind its last one."""
-        return self.pieces[-1].end
+        """Column after the last one."""
+        return self.segments[-1].end
 
     @property
     def before(self) -> np.ndarray:
-        """The columns outside of it that its pieces see, int64."""
-        return self.pieces[0].before
+        """Columns outside of the bundle that its segments attend to, int64.
+
+        Those of the first segment include those of all others: later segments branch off at these
+        columns, or within the bundle.
+        """
+        return self.segments[0].before
 
     @property
     def own(self) -> int:
-        """Number of its columns."""
+        """Number of columns of the bundle (queries)."""
         return self.end - self.start
 
     @property
-    def seen(self) -> int:
-        """Number of its keys: columns of its own and before it."""
+    def n_keys(self) -> int:
+        """Number of keys: the columns before the bundle and its own."""
         return self.own + len(self.before)
 
     @property
     def products(self) -> int:
-        """Pairs of a column of it and one of its keys."""
-        return self.own * self.seen
+        """Number of (query, key) pairs without a mask."""
+        return self.own * self.n_keys
 
     @property
     def causal(self) -> bool:
-        """Whether its columns see what lies before them, and nothing else is there to be hidden."""
-        return len(self.pieces) == 1 and not len(self.before)
+        """Whether plain causal attention is correct: one segment at the start of a row."""
+        return len(self.segments) == 1 and not len(self.before)
 
     def visible(self) -> np.ndarray:
-        """Return bool (own, seen): which of its keys, ``before`` and then its own, each of its columns sees."""
-        seen = np.zeros((self.own, self.seen), dtype=bool)
+        """Return which keys each query of the bundle attends to, bool (own, n_keys).
+
+        The keys are ``before``, followed by the bundle's own columns.
+        """
+        visible = np.zeros((self.own, self.n_keys), dtype=bool)
         head = len(self.before)
-        for piece in self.pieces:
-            rows = slice(piece.start - self.start, piece.end - self.start)
-            outside = int(np.searchsorted(piece.before, self.start))
-            seen[rows, :outside] = True
-            seen[rows, head + piece.before[outside:] - self.start] = True
-            seen[rows, head + rows.start : head + rows.stop] = np.tri(piece.own, dtype=bool)
-        return seen
+        for segment in self.segments:
+            rows = slice(segment.start - self.start, segment.end - self.start)
+            # Of the columns before the segment, the first n_outside are before the bundle, and the same as
+            # the first ones of the bundle; the others are in the bundle.
+            n_outside = int(np.searchsorted(segment.before, self.start))
+            visible[rows, :n_outside] = True
+            visible[rows, head + segment.before[n_outside:] - self.start] = True
+            visible[rows, head + rows.start : head + rows.stop] = np.tri(segment.own, dtype=bool)
+        return visible
 
 
-def pieces_of(paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]]) -> list[Piece]:
-    """Return the pieces of rows in the order of their columns; see ``RowTrees`` for what is given."""
-    pieces: list[Piece] = []
+def split_segments(paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]]) -> list[TreeSegment]:
+    """Return the segments of rows in the order of their columns.
+
+    The arguments are those of ``RowTrees``.
+    """
+    segments: list[TreeSegment] = []
     for row, common in zip(paths, shared, strict=True):
-        # The part of the first sequence that the second shares is a piece of its own, or it would be the longest.
+        # The first sequence is split where the second one branches off. Otherwise its single segment would
+        # be much longer than the others, and batches of similar sizes would not be possible.
         stem = min(common[1], len(row[0])) if len(row) > 1 else 0
         cuts = [(row[0], 0, stem), (row[0], stem, len(row[0]))]
-        cuts += [(path, have, len(path)) for path, have in zip(row[1:], common[1:], strict=True)]
-        for path, have, end in cuts:
-            if end > have:
-                first = int(path[have])
-                pieces.append(Piece(first, first + end - have, path[:have]))
-    return pieces
+        cuts += [(path, n_shared, len(path)) for path, n_shared in zip(row[1:], common[1:], strict=True)]
+        for path, n_shared, end in cuts:
+            if end > n_shared:
+                first = int(path[n_shared])
+                segments.append(TreeSegment(first, first + end - n_shared, path[:n_shared]))
+    return segments
 
 
-def batches_of(pieces: Sequence[Piece], columns: int) -> list[list[Bundle]]:
-    """Batch the pieces of rows with so many ``columns``: in bundles where they would copy more than ``MOST_GATHERED``
-    keys for each of them. Products are then at most ``MOST_PADDING`` times the first of ``WASTES`` that suffices, times
-    what the pieces need."""
-    batches: list[list[Bundle]] = []
-    for waste in WASTES:
-        batches = _batches(_bundles(pieces, waste))
-        if sum(len(bundles) * max(bundle.seen for bundle in bundles) for bundles in batches) <= MOST_GATHERED * columns:
+def batch_segments(segments: Sequence[TreeSegment], columns: int) -> list[list[SegmentBundle]]:
+    """Return the segments of rows with ``columns`` columns in batches of bundles.
+
+    Segments are bundled if gathering the keys of each would exceed ``MAX_GATHERED_PER_COLUMN``. The
+    smallest of ``BUNDLE_OVERHEADS`` that suffices is used. The number of products is at most this overhead
+    times ``MAX_PADDING`` times the number that the segments need.
+    """
+    batches: list[list[SegmentBundle]] = []
+    for overhead in BUNDLE_OVERHEADS:
+        batches = _batch_bundles(_bundle_segments(segments, overhead))
+        # All bundles of a batch are padded to the longest one.
+        n_gathered = sum(len(bundles) * max(bundle.n_keys for bundle in bundles) for bundles in batches)
+        if n_gathered <= MAX_GATHERED_PER_COLUMN * columns:
             break
     return batches
 
 
-def _bundles(pieces: Sequence[Piece], waste: float) -> list[Bundle]:
-    """Join neighbours as long as a bundle has at most ``waste`` times the products that its pieces need. What begins a
-    row stays alone if it can: it needs no mask, which spares half of its products."""
-    found: list[list[Piece]] = []
-    need = own = 0
-    for piece in pieces:
-        first = found[-1][0] if found else piece
-        if len(piece.before) and (len(first.before) or waste == math.inf):
-            products = (own + piece.own) * (len(first.before) + own + piece.own)
-            if products <= waste * (need + piece.products):
-                found[-1].append(piece)
-                need, own = need + piece.products, own + piece.own
+def _bundle_segments(segments: Sequence[TreeSegment], overhead: float) -> list[SegmentBundle]:
+    """Return adjacent segments in bundles with at most ``overhead`` times the products of the segments.
+
+    The first segment of a row stays alone unless the overhead is unlimited: it needs no mask, so a causal
+    kernel skips half of its products.
+    """
+    groups: list[list[TreeSegment]] = []
+    # Products that the segments of the current bundle need, and number of its columns.
+    needed = 0
+    own = 0
+    for segment in segments:
+        first = groups[-1][0] if groups else segment
+        if len(segment.before) and (len(first.before) or overhead == math.inf):
+            products = (own + segment.own) * (len(first.before) + own + segment.own)
+            if products <= overhead * (needed + segment.products):
+                groups[-1].append(segment)
+                needed += segment.products
+                own += segment.own
                 continue
-        found.append([piece])
-        need, own = piece.products, piece.own
-    return [Bundle(tuple(joined)) for joined in found]
+        groups.append([segment])
+        needed = segment.products
+        own = segment.own
+    return [SegmentBundle(tuple(group)) for group in groups]
 
 
-def _batches(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
-    """Put bundles of similar size together, those that need no mask apart."""
-    found: list[list[Bundle]] = []
-    need = 0
-    for bundle in sorted(bundles, key=lambda bundle: (not bundle.causal, -bundle.seen, bundle.start)):
-        current = found[-1] if found else []
+def _batch_bundles(bundles: Sequence[SegmentBundle]) -> list[list[SegmentBundle]]:
+    """Return bundles of similar size in batches; causal bundles have batches of their own."""
+    batches: list[list[SegmentBundle]] = []
+    needed = 0  # Products of the bundles of the current batch without padding.
+    for bundle in sorted(bundles, key=lambda bundle: (not bundle.causal, -bundle.n_keys, bundle.start)):
+        current = batches[-1] if batches else []
         if current and current[0].causal == bundle.causal:
             own = max(max(other.own for other in current), bundle.own)
-            if own * current[0].seen * (len(current) + 1) <= MOST_PADDING * (need + bundle.products):
+            if own * current[0].n_keys * (len(current) + 1) <= MAX_PADDING * (needed + bundle.products):
                 current.append(bundle)
-                need += bundle.products
+                needed += bundle.products
                 continue
-        found.append([bundle])
-        need = bundle.products
-    return found
-
-
-ROW_TREE = "row_tree"
+        batches.append([bundle])
+        needed = bundle.products
+    return batches
 
 
 class _Gathering:
-    """Says in what order bundles take columns, ``count`` and ``length`` columns for each batch of them; padded
-    with columns that are there anyway. ``index`` int64: the columns, of all batches one after another. ``place`` int64
-    (columns,): where each column of the rows stands in that order as one of a piece's own. ``before``: (place in the
-    order, first column, number) of runs that stand there for other bundles' columns."""
+    """Order in which batches of bundles gather columns.
 
-    def __init__(self, batches: Sequence[Sequence[Bundle]], columns: int, *, whole: bool) -> None:
+    Every bundle of a batch gets the same number of columns, padded with its first own column.
+
+    Attributes:
+        shapes: (number of bundles, columns per bundle) of each batch.
+        sizes: Number of gathered columns of each batch.
+        index: Gathered columns of all batches, one after another, int64.
+        place: Index in ``index`` of each column of the rows as a bundle's own column, int64 (columns,).
+        before: Runs of consecutive columns before a bundle: (first index in ``index``, first column, number
+            of columns).
+        padding: Indices in ``index`` that are not in ``place``, int64.
+
+    Args:
+        batches: The batches of bundles.
+        columns: Number of columns of the rows.
+        keys: Whether a bundle gathers its keys (the columns before it and its own), or only its own
+            columns, the queries.
+    """
+
+    def __init__(self, batches: Sequence[Sequence[SegmentBundle]], columns: int, *, keys: bool) -> None:
         self.shapes: list[tuple[int, int]] = []
         self.before: list[tuple[int, int, int]] = []
-        place, parts, at = np.empty(columns, dtype=np.int64), [], 0
+        place = np.empty(columns, dtype=np.int64)
+        parts: list[np.ndarray] = []
+        offset = 0
         for bundles in batches:
-            length = max(bundle.seen if whole else bundle.own for bundle in bundles)
+            length = max(bundle.n_keys if keys else bundle.own for bundle in bundles)
             index = np.empty((len(bundles), length), dtype=np.int64)
             for row, bundle in zip(index, bundles, strict=True):
-                head = len(bundle.before) if whole else 0
+                head = len(bundle.before) if keys else 0
                 row[:] = bundle.start
                 row[:head] = bundle.before[:head]
                 row[head : head + bundle.own] = np.arange(bundle.start, bundle.end)
-                place[bundle.start : bundle.end] = at + head + np.arange(bundle.own)
-                for first, end in _runs(bundle.before) if whole else ():
-                    self.before.append((at + first, int(bundle.before[first]), end - first))
-                at += length
+                place[bundle.start : bundle.end] = offset + head + np.arange(bundle.own)
+                for first, end in _find_runs(bundle.before) if keys else ():
+                    self.before.append((offset + first, int(bundle.before[first]), end - first))
+                offset += length
             parts.append(index.reshape(-1))
             self.shapes.append((len(bundles), length))
         self.sizes = [count * length for count, length in self.shapes]
-        padding = np.ones(at, dtype=bool)
+        padding = np.ones(offset, dtype=bool)
         padding[place] = False
         self.padding = torch.from_numpy(np.flatnonzero(padding))
-        self.index, self.place = torch.from_numpy(np.concatenate(parts)), torch.from_numpy(place)
+        self.index = torch.from_numpy(np.concatenate(parts))
+        self.place = torch.from_numpy(place)
 
     def take(self, x: Tensor) -> list[Tensor]:
-        """Return the columns (columns, heads, dim) for each batch: (count, heads, length, dim)."""
-        parts = _Gathered.apply(x, self)
+        """Return the gathered columns of each batch, (bundles, heads, columns per bundle, dim).
+
+        ``x`` is (columns, heads, dim).
+        """
+        parts = _GatherColumns.apply(x, self)
         return [part.view(*shape, *x.shape[1:]).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def put(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the columns of the rows, (columns, heads, dim), of what was made of each batch."""
+        """Return the results of the batches in the order of the rows' columns, (columns, heads, dim)."""
         flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
-        return _Placed.apply(flat[0] if len(flat) == 1 else torch.cat(flat), self)
+        return _ScatterColumns.apply(flat[0] if len(flat) == 1 else torch.cat(flat), self)
 
 
-def _runs(columns: np.ndarray) -> list[tuple[int, int]]:
-    """Return the [first, end) of the runs of consecutive numbers."""
+def _find_runs(columns: np.ndarray) -> list[tuple[int, int]]:
+    """Return the [first, end) indices of the runs of consecutive numbers in ``columns`` int64 (n,)."""
     if not len(columns):
         return []
     breaks = [0, *(np.flatnonzero(np.diff(columns) != 1) + 1).tolist(), len(columns)]
     return list(itertools.pairwise(breaks))
 
 
-class _Gathered(torch.autograd.Function):
-    """Takes columns (columns, heads, dim) in the order of a gathering; its gradient adds whole runs of columns up."""
+class _GatherColumns(torch.autograd.Function):
+    """Gather of columns (columns, heads, dim); its backward pass adds the gradients of the copies.
+
+    It adds whole runs of columns, which is faster than the index_add of autograd.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathering: _Gathering) -> tuple[Tensor, ...]:
@@ -239,14 +303,14 @@ class _Gathered(torch.autograd.Function):
         grad = grads[0] if len(grads) == 1 else torch.cat(grads)
         out = grad.index_select(0, gathering.place)
         if gathering.before and grad.dtype.itemsize < 4:
-            out = out.float()  # What many branches give to a shared column would lose its digits in a narrow sum.
+            out = out.float()  # Accumulate the gradients of many branches in fp32 to avoid rounding errors.
         for place, column, number in gathering.before:
             out[column : column + number].add_(grad[place : place + number])
         return out.to(grad.dtype), None
 
 
-class _Placed(torch.autograd.Function):
-    """Puts what was computed for the pieces, all of them one after another, into the columns of the rows."""
+class _ScatterColumns(torch.autograd.Function):
+    """Inverse of the gather of queries: the results of all bundles in the order of the rows' columns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathering: _Gathering) -> Tensor:
@@ -258,39 +322,46 @@ class _Placed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         gathering: _Gathering = ctx.gathering
         out = grads[0].index_select(0, gathering.index)
-        # Padding repeats a column, whose gradient must count once.
+        # Results at padding were dropped, so they have no gradient, although their index repeats a column.
         return out.index_fill_(0, gathering.padding, 0.0) if len(gathering.padding) else out, None
 
 
 class RowTrees:
-    """Says what the columns of rows see that lie behind each other, ``columns`` in all. ``paths``: for each row the
-    columns of each of its sequences in order (int64); ``shared``: for each how many it has in common with the one
-    before."""
+    """Attention structure of a batch of rows whose sequences share prefixes.
+
+    Args:
+        paths: For each row, the columns of each of its sequences in order, int64.
+        shared: For each sequence of each row, the number of columns that it shares with the one before.
+        columns: Number of columns of all rows.
+    """
 
     def __init__(self, paths: Sequence[Sequence[np.ndarray]], shared: Sequence[Sequence[int]], columns: int) -> None:
         self.columns = columns
-        self._batches = batches_of(pieces_of(paths, shared), columns)
-        self.queries = _Gathering(self._batches, columns, whole=False)
-        self.keys = _Gathering(self._batches, columns, whole=True)
+        self._batches = batch_segments(split_segments(paths, shared), columns)
+        self.queries = _Gathering(self._batches, columns, keys=False)
+        self.keys = _Gathering(self._batches, columns, keys=True)
         self._masks: dict[torch.dtype, list[Tensor | None]] = {}
 
     def masks(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """Return the additive masks of the batches, (bundles, 1, queries, keys), made once for all layers; None for
-        pieces without anything before them, for which causal attention is right."""
+        """Return the additive mask of each batch, (bundles, 1, queries, keys), or None for causal attention.
+
+        The masks are computed once and shared by all layers.
+        """
         if dtype not in self._masks:
             sizes = zip(self._batches, self.queries.shapes, self.keys.shapes, strict=True)
-            self._masks[dtype] = [_mask(bundles, n, m, dtype) for bundles, (_, n), (_, m) in sizes]
+            self._masks[dtype] = [_build_mask(bundles, n, m, dtype) for bundles, (_, n), (_, m) in sizes]
         return self._masks[dtype]
 
 
-def _mask(bundles: Sequence[Bundle], queries: int, keys: int, dtype: torch.dtype) -> Tensor | None:
+def _build_mask(bundles: Sequence[SegmentBundle], queries: int, keys: int, dtype: torch.dtype) -> Tensor | None:
+    """Return the additive mask of a batch, (bundles, 1, queries, keys), or None for causal attention."""
     if all(bundle.causal for bundle in bundles):
         return None
-    seen = np.zeros((len(bundles), queries, keys), dtype=bool)
-    for each, bundle in zip(seen, bundles, strict=True):
-        each[: bundle.own, : bundle.seen] = bundle.visible()
-        each[bundle.own :, 0] = True  # A query that is padding sees something: a softmax over nothing is not a number.
-    return additive_mask(torch.from_numpy(~seen), dtype)[:, None]
+    visible = np.zeros((len(bundles), queries, keys), dtype=bool)
+    for mask, bundle in zip(visible, bundles, strict=True):
+        mask[: bundle.own, : bundle.n_keys] = bundle.visible()
+        mask[bundle.own :, 0] = True  # Padding queries need one key: a softmax over no key is NaN.
+    return additive_mask(torch.from_numpy(~visible), dtype)[:, None]
 
 
 def row_tree_attention(
@@ -305,27 +376,31 @@ def row_tree_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with ``query`` (1, heads, columns, dim) over ``key``/``value`` (1, kv heads, columns, dim) as
-    ``row_trees`` says; return ((1, columns, heads, dim), None). Raises ValueError for a layer that wants more."""
-    odd = any(v for k, v in kwargs.items() if k not in HARMLESS)
+    """Return the attention output (1, columns, heads, dim) over rows with the structure ``row_trees``.
+
+    ``query`` is (1, heads, columns, dim), ``key`` and ``value`` are (1, kv heads, columns, dim). The second
+    result is None (no attention weights), as transformers requires. Raises ValueError for a layer with
+    features that this implementation does not support.
+    """
+    has_unsupported = any(v for k, v in kwargs.items() if k not in HARMLESS)
     n, heads, columns, _ = query.shape
     if row_trees is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if odd or dropout or sliding_window is not None or (n, columns) != (1, row_trees.columns):
+    if has_unsupported or dropout or sliding_window is not None or (n, columns) != (1, row_trees.columns):
         raise ValueError(f"{type(module).__name__} asks for more than attention over trees of rows")
     q, k, v = (
         gathering.take(x[0].transpose(0, 1))
         for x, gathering in zip((query, key, value), (row_trees.queries, row_trees.keys, row_trees.keys), strict=True)
     )
-    found = [
+    outputs = [
         F.scaled_dot_product_attention(
             *qkv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=heads != key.shape[1]
         )
         for *qkv, mask in zip(q, k, v, row_trees.masks(query.dtype), strict=True)
     ]
-    return row_trees.queries.put(found)[None], None
+    return row_trees.queries.put(outputs)[None], None
 
 
 AttentionInterface.register(ROW_TREE, row_tree_attention)

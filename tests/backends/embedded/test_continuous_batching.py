@@ -341,7 +341,7 @@ def test_requests_that_find_no_memory_wait_for_others(tiny_model: Any) -> None:
     told: dict[bool, list[list[int]]] = {}
     for bound in (False, True):
         most = 2 * one if bound else None
-        with closing(ContinuousGenerator(copy.deepcopy(model), most_bytes=lambda most=most: most)) as engine:
+        with closing(ContinuousGenerator(copy.deepcopy(model), max_bytes=lambda most=most: most)) as engine:
             client = Client(engine)
             for n, prompt in enumerate(prompts):
                 client.submit(GenRequest(n, prompt, seed=n), GenConfig(max_new_tokens=7), ())

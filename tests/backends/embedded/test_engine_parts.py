@@ -19,7 +19,7 @@ from realhf.backends.builtin_policy import build_model
 from realhf.backends.embedded import kernels
 from realhf.backends.embedded.attention import RowBlock, block_attention, row_blocks, row_decode_attention
 from realhf.backends.embedded.decode_core import RowTable
-from realhf.backends.embedded.forward_pass import Decoding, FastDecoder, ModulePass, Piece, fast_decoder
+from realhf.backends.embedded.forward_pass import Decoding, FastDecoder, ModulePass, PrefillPiece, fast_decoder
 from realhf.backends.embedded.kernels import (
     LEAST_ROWS,
     FewPassNorm,
@@ -300,7 +300,7 @@ def test_logits_equal_the_modules_for_mixed_passes(tiny_model: Any, architecture
         rows = np.array(ready, dtype=np.int64)
         positions = np.array([held[row] for row in ready], dtype=np.int64)
         decoding = Decoding(rows, text[rows, positions], positions, text) if ready else None
-        pieces = [Piece(row, held[row], text[row, held[row] : held[row] + n]) for row, n in joining]
+        pieces = [PrefillPiece(row, held[row], text[row, held[row] : held[row] + n]) for row, n in joining]
         got, expected = fast.run(decoding, pieces), slow.run(decoding, pieces)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
         for row in ready:
@@ -316,7 +316,7 @@ def test_logits_equal_the_modules_for_mixed_passes(tiny_model: Any, architecture
 @torch.inference_mode()
 def test_weights_copied_in_place_or_replaced_are_seen(tiny_model: Any) -> None:
     model = tiny_model()
-    decoder, piece = FastDecoder(model, filled()), Piece(0, 0, np.arange(5))
+    decoder, piece = FastDecoder(model, filled()), PrefillPiece(0, 0, np.arange(5))
     layer = model.model.layers[0].mlp.up_proj
     layer.weight.mul_(1.5)
     torch.testing.assert_close(decoder.run(None, [piece])[0], model(torch.arange(5)[None]).logits[0, -1])

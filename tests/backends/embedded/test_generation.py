@@ -281,7 +281,7 @@ def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(tiny_mode
     free = EmbeddedGenerator(model)
     expected = [generated(free, requests) for requests in (asked, long)]
     for most in (3 * one, 5 * one, one // 2):
-        bound = EmbeddedGenerator(model, most_bytes=lambda most=most: most)
+        bound = EmbeddedGenerator(model, max_bytes=lambda most=most: most)
         for requests, tokens in ((asked, expected[0]), (long, expected[1]), (asked, expected[0])):
             assert generated(bound, requests) == tokens
             assert 0 < bound.core.kv_bytes <= max(most, 2 * one), "one row there always is"
@@ -306,7 +306,7 @@ def test_a_cache_that_finds_no_memory_says_what_to_lower(tiny_model: Any, monkey
     def short(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
-    engine = EmbeddedGenerator(tiny_model(), most_bytes=lambda: 1 << 30)
+    engine = EmbeddedGenerator(tiny_model(), max_bytes=lambda: 1 << 30)
     request = [GenRequest(0, [5, 6, 7])]
     with monkeypatch.context() as patch:
         patch.setattr(RowCache, "reserve", short)

@@ -52,7 +52,7 @@ def products(trees: RowTrees) -> int:
 def test_pieces_equal_the_mask(drawn: list[list[int]], most: int, gathered: float) -> None:
     """For any trees, in rows of different length, with fewer heads of keys than of queries; in bundles where few keys
     may be copied."""
-    with mock.patch.object(tree_attention, "MOST_GATHERED", gathered):
+    with mock.patch.object(tree_attention, "MAX_GATHERED_PER_COLUMN", gathered):
         trees, rows, layouts = trees_of([np.asarray(sequence) for sequence in drawn], most)
     width = trees.columns
     g = torch.Generator().manual_seed(len(drawn))
@@ -96,7 +96,7 @@ def test_a_long_prefix_is_copied_a_few_times_however_many_answers_follow(
     """Where copying it for every answer was too much, a mask as wide as the row was computed, three times the products
     that were needed and more."""
     trees, (row,), (lay,) = trees_of(tokens)
-    pieces = tree_attention.pieces_of([lay.columns], [row.shared])
+    pieces = tree_attention.split_segments([lay.columns], [row.shared])
     needed = sum(piece.products for piece in pieces)
     assert sum(piece.own for piece in pieces) == row.length and len(trees.keys.index) <= 4 * row.length
     assert needed <= products(trees) <= most_work * needed
@@ -106,7 +106,7 @@ def test_a_long_prefix_is_copied_a_few_times_however_many_answers_follow(
 def test_gradients_of_a_prefix_that_pieces_share_are_rounded_once() -> None:
     """In bf16 a hundred branches added to the gradients of their prefix one by one, each sum rounded."""
     tokens = [np.concatenate([np.zeros(6, dtype=np.int64), [1 + branch]]) for branch in range(100)]
-    with mock.patch.object(tree_attention, "MOST_GATHERED", 100):
+    with mock.patch.object(tree_attention, "MAX_GATHERED_PER_COLUMN", 100):
         trees, (row,), _ = trees_of(tokens)
     g = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(1, heads, row.length, 8, generator=g).bfloat16() for heads in (4, 2, 2))

@@ -18,7 +18,7 @@ from realhf.api.config import GenConfig, LRSchedule, OptimizerConfig
 from realhf.api.experiment import ModelSpec
 from realhf.api.model import ForwardOutputs, GenRequest, TrainResult
 from realhf.api.sample import MicroBatchSpec, SequenceSample
-from realhf.backends.embedded.memory import Heap, named_shortage
+from realhf.backends.embedded.memory import Heap, explain_pass_oom
 from realhf.backends.training.optimizer import PolicyOptimizer, learning_rate
 from realhf.backends.training.torch_backend import ModelLoadError, TorchBackend, check_chat_template, load_causal_lm
 from realhf.backends.training.torch_engine import TorchEngine
@@ -384,14 +384,17 @@ def test_an_update_without_memory_says_what_to_set(tiny_model: Any, ragged_sampl
 @pytest.mark.parametrize("said", ["CUDA error: out of memory\nmore", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"])
 def test_what_a_gpu_says_outside_of_the_pool_is_a_shortage(said: str) -> None:
     """The libraries of a GPU allocate by themselves, and their errors are of no type of their own."""
-    with pytest.raises(RuntimeError, match=r"lower mb_spec.max_tokens_per_mb .*\(CUDA error"), named_shortage(1, 1, 9):
+    with (
+        pytest.raises(RuntimeError, match=r"lower mb_spec.max_tokens_per_mb .*\(CUDA error"),
+        explain_pass_oom(1, 1, 9),
+    ):
         raise RuntimeError(said)
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match=r"^shapes differ$"), named_shortage(1, 1, None):
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), explain_pass_oom(1, 1, None):
         raise RuntimeError("shapes differ")
-    with pytest.raises(RuntimeError, match="which means 4096"), named_shortage(1, 1, None):
+    with pytest.raises(RuntimeError, match="which means 4096"), explain_pass_oom(1, 1, None):
         raise MemoryError
 
 
@@ -404,11 +407,11 @@ def test_memory_of_passes_is_kept_until_holes_grow(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=next(mib) << 20))
     found = []
     for positions, _ in passes:
-        heap.passed(positions)
+        heap.after_pass(positions)
         found.append(len(trimmed))
     assert found == [0, 0, 0, 0, 0, 1, 1, 1, 1], "a larger pass needs more, and after giving back each is the largest"
     monkeypatch.setattr(heap, "_use", lambda: SimpleNamespace(fordblks=1 << 20))
-    heap.give_back()
+    heap.trim()
     assert len(trimmed) == 1, "what is small may stay"
 
 
@@ -425,7 +428,7 @@ def test_freed_memory_goes_back_to_the_system() -> None:
         ctypes.memset(block, 1, 100_000)
         library.free(block)
     before = own.memory_info().rss
-    heap.give_back()
+    heap.trim()
     assert before - own.memory_info().rss > 60_000_000
     library.free(pin)
 
@@ -433,5 +436,5 @@ def test_freed_memory_goes_back_to_the_system() -> None:
 def test_without_such_a_library_nothing_happens() -> None:
     heap = Heap()
     heap._trim = None
-    heap.passed(1)
-    heap.give_back()
+    heap.after_pass(1)
+    heap.trim()
