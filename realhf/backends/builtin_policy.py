@@ -1,15 +1,15 @@
-"""Builds the built-in policy: a small Qwen3 transformer and a BPE tokenizer trained on demonstrations.
+"""Built-in policy: a small Qwen3 transformer and a BPE tokenizer trained on demonstrations.
 
     python -m realhf.backends.builtin_policy --demonstrations demos.jsonl --out DIR
 
-For machines without downloads. Without demonstrations the tokenizer has an id for each byte. The result is an ordinary
+It needs no download. Without demonstrations the tokenizer has one id per byte. The result is an ordinary
 Hugging Face folder with random weights.
 
-Copying a resource name is the hardest thing such a model must learn, so the tokenizer keeps every word of a
-name one token with the same id wherever it stands (`-otter` after a space, a quote or a colon), and spends its
-merges on what commands repeat: `aws s3api create-bucket`, ` --bucket `, an ARN prefix. So is the text of a tool call
-up to its first argument, and its end: a call is a choice of one token and then its arguments. Words of prose carry
-their space, as usual; the first word of a hyphenated name does not.
+Copying resource names is the hardest task for such a small model. Therefore the tokenizer encodes each word
+of a name as one token, the same one in every context (`-otter` after a space, a quote or a colon). The BPE
+merges are used for frequent parts of commands: `aws s3api create-bucket`, ` --bucket `, an ARN prefix. The text
+of a tool call before its first argument is one token too, and so is its end. Words of prose include the space
+before them, as usual; the first word of a hyphenated name does not.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ CHAT_TEMPLATE = (
     "<|user|>{{ message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""What a message looks like. There are two roles: the policy, and everybody else, so an answer of a tool and a system
-message within the conversation read like words of the user. A model of this size reads every token at some cost, and it
-learns the tools from demonstrations or by trial; so a system message before the first of a user and the schemas of the
-tools are left out, unless the variables ``show_system`` and ``show_tools`` are true. Tools are then shown by their
-signatures: ``look(where, how)``. Calls are written as Qwen writes them, without line breaks."""
+"""Chat template with two roles, policy and user. Tool results and system messages within the conversation are
+rendered as user messages. To save tokens, a system message before the first user message and the schemas of
+the tools are omitted unless the variables ``show_system`` and ``show_tools`` are true: a model of this size
+learns the tools from demonstrations or by trial. Tools are then shown by their signatures,
+``look(where, how)``. Calls have the format of Qwen, without line breaks."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -> Any:
-    """Train a byte-level BPE of ``vocab_size`` ids with a chat template; return a ``PreTrainedTokenizerFast``."""
+    """Return a byte-level BPE tokenizer (``PreTrainedTokenizerFast``) trained on ``texts``, with a chat template."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -88,7 +88,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, max_positions: int) -
 
 
 def build_model(config: BuiltinModelConfig, vocab_size: int, eos_id: int, pad_id: int, seed: int) -> Any:
-    """Make a randomly initialised ``Qwen3ForCausalLM`` in float32 with tied embeddings."""
+    """Return a randomly initialised ``Qwen3ForCausalLM`` in float32 with tied embeddings."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

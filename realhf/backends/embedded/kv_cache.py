@@ -1,9 +1,9 @@
-"""Keeps keys and values of many sequences in preallocated rows, behind the ``Cache`` interface of transformers.
+"""Key-value cache with preallocated rows that implements the ``Cache`` interface of transformers.
 
-A *row* holds one sequence: the entry of token position ``t`` stands in column ``t``. Before every forward pass the
-owner says which rows take part and where their new tokens go (``bind_decode``, ``bind_prefill``); the attention layers
-then write there and read the used columns only. Columns past a row's length hold finite garbage that the owner's
-attention mask must hide.
+A *row* holds one sequence; the entry of token position ``t`` is in column ``t``. Before every forward pass
+the owner binds the rows of the pass and the targets of the new tokens (``bind_decode``, ``bind_prefill``).
+The attention layers then write there and read only the used columns. Columns after the length of a row
+contain arbitrary finite values, which the owner's attention mask has to hide.
 """
 
 from __future__ import annotations
@@ -17,47 +17,55 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 _COLUMN_BLOCK = 64
-"""Columns are allocated in multiples of this number."""
+"""Allocation unit of columns."""
 
 
 @dataclass
 class _Access:
-    """Describes the rows of the current forward pass: ``rows`` int64 (n,), or None for the first ``count`` rows.
-
-    ``row_of`` and ``column_of`` int64 (n_new,) are the target of every new token; ``source`` int64 (n_new,) is its
-    index in the flattened (n, n_query) input, or None when every entry is written in order.
-    """
+    """Rows of the current forward pass and targets of its new tokens."""
 
     rows: Tensor | None = None
+    """Rows of the pass, int64 (n,), or None for the first ``count`` rows."""
     count: int = 0
+    """Number of rows of the pass if ``rows`` is None."""
     width: int = 0
+    """Number of columns that the pass reads."""
     row_of: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """Row of every new token, int64 (n_new,)."""
     column_of: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """Column of every new token, int64 (n_new,)."""
     source: Tensor | None = None
+    """Index of every new token in the flattened (n, n_query) input, int64 (n_new,), or None for all in order."""
     targets: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Results of ``target``."""
 
     def target(self, heads: int, columns: int) -> Tensor:
-        """Return the flat (row, head, column) indices of the new entries, int64 (n_new * heads,). They are the same for
-        every layer of one shape, so they are computed once per pass."""
-        found = self.targets.get((heads, columns))
-        if found is None:
+        """Return the flat (row, head, column) indices of the new entries, int64 (n_new * heads,).
+
+        They are computed once per pass for all layers of the same shape.
+        """
+        target = self.targets.get((heads, columns))
+        if target is None:
             head = torch.arange(heads, device=self.row_of.device)
-            found = ((self.row_of[:, None] * heads + head) * columns + self.column_of[:, None]).reshape(-1)
-            self.targets[heads, columns] = found
-        return found
+            target = ((self.row_of[:, None] * heads + head) * columns + self.column_of[:, None]).reshape(-1)
+            self.targets[heads, columns] = target
+        return target
 
 
 @dataclass
 class _Shared:
-    """Holds what all layers of one cache have in common."""
+    """State that all layers of a cache share."""
 
     rows: int = 0
+    """Number of allocated rows."""
     columns: int = 0
+    """Number of allocated columns."""
     access: _Access = field(default_factory=_Access)
+    """Rows and targets of the current pass."""
 
 
 class RowLayer(CacheLayerMixin):
-    """Holds keys and values of one attention layer, (rows, heads, columns, head_dim) each."""
+    """Keys and values of one attention layer, (rows, heads, columns, head_dim) each."""
 
     keys: Any
     values: Any
@@ -67,7 +75,7 @@ class RowLayer(CacheLayerMixin):
         self._shared = shared
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the rows in the type and on the device of the first keys and values."""
+        """Allocate the rows with the dtype and device of the first keys and values."""
         # Zeros, not empty: a masked column still enters softmax-weighted sums, and 0 * nan is nan.
         shared = self._shared
         self.keys = key_states.new_zeros(shared.rows, key_states.shape[1], shared.columns, key_states.shape[3])
@@ -93,7 +101,7 @@ class RowLayer(CacheLayerMixin):
         return held[:, :, : access.width].index_select(0, access.rows)
 
     def resize(self, rows: int, columns: int) -> None:
-        """Make room for more rows and columns; what is stored stays. Does nothing before the first use."""
+        """Enlarge the layer, keeping its contents. Does nothing before the first use."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
@@ -103,7 +111,7 @@ class RowLayer(CacheLayerMixin):
             setattr(self, name, new)
 
     def copy_rows(self, source: Tensor, target: Tensor, columns: int) -> None:
-        """Copy the first ``columns`` columns of rows ``source`` to rows ``target``; all sources are read first."""
+        """Copy the first ``columns`` columns of rows ``source`` to rows ``target``. All sources are read first."""
         if self.is_initialized:
             for held in (self.keys, self.values):
                 used = held[:, :, :columns]
@@ -118,12 +126,12 @@ class RowLayer(CacheLayerMixin):
         return self._shared.access.width
 
     def get_max_length(self) -> int:
-        """Return -1: the length is not bounded here."""
+        """Return -1: no limit."""
         return -1
 
 
 class RowCache(Cache):
-    """Implements ``Cache`` with preallocated rows. All index tensors live on the model's device."""
+    """``Cache`` of transformers with preallocated rows. All index tensors are on the model's device."""
 
     layers: list[Any]
 

@@ -1,4 +1,4 @@
-"""Implements AdamW with fp32 master weights and a learning-rate schedule; its moments may rest in the host's memory."""
+"""AdamW with fp32 master weights, a learning rate schedule and optional offloading of the moments to the host."""
 
 from __future__ import annotations
 
@@ -15,19 +15,28 @@ from torch.distributed.tensor import DTensor
 from realhf.api.config import LRSchedule, OptimizerConfig
 
 PIECE_BYTES = 1 << 28
-"""Bytes of moments that travel at once; a larger parameter is a piece of its own. Two pieces are on the device."""
+"""Maximum size of the pieces in which moments are copied, bytes. A larger parameter is a piece of its own. Two
+pieces are on the device at a time."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_ALIGNED, _PORTABLE = 256, 1
+"""Names of the moments in the state of torch.optim.AdamW."""
+_ALIGNED = 256
+"""Alignment of a moment in the slab, bytes."""
+_PORTABLE = 1
+"""cudaHostRegisterPortable: the memory is pinned for all CUDA contexts."""
 _ROOMS = 2
+"""Number of buffers on the device (double buffering)."""
 
 
 class HostMemory:
-    """Is the memory of the host of a CUDA ``device``, pinned where it lies: an allocator of pinned memory would round
-    its size up to a power of two. Pieces come in on one stream and go out on another, so that both directions of the
-    bus are used and the arithmetic hides behind them. Raises ValueError for a device whose memory it is itself.
+    """Pinned host memory for the moments of a CUDA device, and asynchronous copies of its pieces.
 
-    Moments lie here between steps, and pieces of them move to rooms on the device and back. Piece ``number`` (0, 1, ...
-    in a step) uses room ``number % 2``; each method only begins what it says, in its order with the others.
+    Ordinary memory is pinned in place, because an allocator of pinned memory would round the size up to a
+    power of two. Pieces are copied to the device on one stream and back on another, so that both directions
+    of the bus are used in parallel with the arithmetic.
+
+    Between steps the moments are in host memory. In a step, piece ``number`` (0, 1, ...) is copied to the
+    buffer (room) ``number % 2`` on the device and back. The methods only enqueue their operation; operations
+    run in the order that their names imply. Raises ValueError for a device that is not a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,8 +48,7 @@ class HostMemory:
         self._lanes: _Lanes | None = None
 
     def slab(self, nbytes: int) -> Tensor:
-        """Return a tensor of this memory: u8 (nbytes,), zeros. Raises RuntimeError where the host cannot pin as
-        much."""
+        """Return pinned memory, u8 (nbytes,), zeros. Raises RuntimeError if the host cannot pin that much."""
         slab = torch.zeros(nbytes, dtype=torch.uint8)
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self._device):
@@ -50,15 +58,15 @@ class HostMemory:
                 f"optimizer.offload=true: the host cannot pin {nbytes / 2**30:.3g} GiB for the moments (CUDA error "
                 f"{code}); raise the limit of locked memory (ulimit -l), or set false"
             )
-        # The finaliser holds the slab: it is unpinned before it goes, and at the end of the process not at all.
+        # The finaliser references the slab, so it is unpinned before it is freed. At process exit it stays pinned.
         weakref.finalize(self, _unpin, slab).atexit = False
         return slab
 
     def fetch(self, number: int, held: Tensor, room: Tensor) -> None:
-        """Copy a piece into its room, once the piece that was there before is stored."""
+        """Copy a piece from host memory (``held``) to its buffer, after the previous piece there was stored."""
         lanes = self._lanes = self._lanes or _Lanes.on(self._device)
         stored = lanes.stored[number % _ROOMS]
-        if number < _ROOMS:  # The room was made, or used by somebody else, on the stream that computes.
+        if number < _ROOMS:  # The buffer was allocated, or last used, on the compute stream.
             lanes.inward.wait_stream(torch.cuda.current_stream(self._device))
         else:
             lanes.inward.wait_event(stored)
@@ -67,12 +75,12 @@ class HostMemory:
             lanes.fetched[number % _ROOMS].record()
 
     def await_fetched(self, number: int) -> None:
-        """Let what is computed from now on wait for the piece."""
+        """Make later operations of the compute stream wait for the piece."""
         assert self._lanes is not None, "a piece is fetched before it is awaited"
         torch.cuda.current_stream(self._device).wait_event(self._lanes.fetched[number % _ROOMS])
 
     def store(self, number: int, held: Tensor, room: Tensor) -> None:
-        """Copy the piece back, once what was computed on it so far is complete."""
+        """Copy the piece back to host memory, after the operations on it are complete."""
         assert self._lanes is not None, "a piece is fetched before it is stored"
         self._lanes.outward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._lanes.outward):
@@ -80,19 +88,23 @@ class HostMemory:
             self._lanes.stored[number % _ROOMS].record()
 
     def finish(self) -> None:
-        """Wait until all is stored, on the host: it may read its memory, and the rooms may go."""
+        """Wait on the host until all pieces are stored. Then the buffers may be freed."""
         if self._lanes is not None:
             self._lanes.inward.synchronize()
             self._lanes.outward.synchronize()
 
 
 class _Lanes(NamedTuple):
-    """The streams, and for each room when it was last filled and emptied."""
+    """CUDA streams and events of the copies."""
 
     inward: Any
+    """Stream of the copies to the device."""
     outward: Any
+    """Stream of the copies to the host."""
     fetched: Sequence[Any]
+    """For each buffer, the event of its last copy to the device."""
     stored: Sequence[Any]
+    """For each buffer, the event of its last copy to the host."""
 
     @staticmethod
     def on(device: torch.device) -> _Lanes:
@@ -108,11 +120,14 @@ def _unpin(slab: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some parameters, and where their moments lie in the slab, bytes ``start`` to ``stop``."""
+    """Parameters whose moments are copied together."""
 
     parameters: Sequence[Tensor]
+    """The parameters."""
     start: int
+    """First byte of their moments in the slab."""
     stop: int
+    """Byte after the last one."""
 
     @property
     def nbytes(self) -> int:
@@ -120,9 +135,12 @@ class _Piece:
 
 
 class RestingMoments:
-    """Steps ``adamw`` (torch.optim.AdamW) so that its moments are in ``memory`` before and after: in one slab, in the
-    order of the parameters, the two moments of each beside each other, so that a piece is one copy. The arithmetic is
-    that of the device, so results are those without it, to the bit."""
+    """Optimizer step of torch.optim.AdamW with moments that are offloaded to the host between steps.
+
+    The moments are in one slab of ``memory``, in the order of the parameters, the two moments of each next to
+    each other, so that a piece is one copy. The device computes the update, so the results are bit-identical
+    to those without offloading.
+    """
 
     def __init__(self, adamw: torch.optim.AdamW, memory: HostMemory, piece_bytes: int = PIECE_BYTES) -> None:
         self._adamw, self._memory = adamw, memory
@@ -132,7 +150,7 @@ class RestingMoments:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the parameters that have gradients, and drop these."""
+        """Update the parameters that have gradients, and clear the gradients."""
         gradients = {p: p.grad for group in self._adamw.param_groups for p in group["params"] if p.grad is not None}
         for parameter in gradients:
             parameter.grad = None
@@ -164,14 +182,14 @@ class RestingMoments:
                 self._adamw.state[parameter].update(self._moments(parameter, self._slab))
 
     def _rooms(self, pieces: Sequence[_Piece]) -> list[Tensor]:
-        """Make a room on the device for each of two pieces, and none where there is only one."""
+        """Return the two buffers on the device, the second one empty if there is only one piece."""
         sizes = [max((piece.nbytes for piece in pieces[room::_ROOMS]), default=0) for room in range(_ROOMS)]
         device = pieces[0].parameters[0].device if pieces else None
         return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
     @torch.no_grad()
     def begin(self, parameter: Tensor) -> None:
-        """Give a parameter moments, 0, as the optimizer does in the first step with a gradient."""
+        """Initialise the moments of a parameter to 0, as the optimizer does in its first step."""
         moments = self._moments(parameter, self._slab)
         for moment in moments.values():
             moment.zero_()
@@ -181,7 +199,7 @@ class RestingMoments:
         return self._slab[piece.start : piece.stop]
 
     def _moments(self, parameter: Tensor, memory: Tensor, start: int = 0) -> dict[str, Tensor]:
-        """Return the moments of a parameter in the slab, or in a room that holds the slab from byte ``start`` on."""
+        """Return views of the moments of a parameter in ``memory``, which has the slab from byte ``start`` on."""
         nbytes = parameter.numel() * parameter.element_size()
         found = {}
         for name, place in zip(_MOMENTS, self._places[parameter], strict=True):
@@ -190,8 +208,10 @@ class RestingMoments:
 
 
 def _layout(parameters: Iterable[Tensor], piece_bytes: int) -> tuple[dict[Tensor, tuple[int, int]], list[_Piece]]:
-    """Return where the two moments of each parameter begin in a slab, and its pieces. Raises ValueError without a
-    parameter."""
+    """Return the first bytes of the two moments of each parameter in the slab, and the pieces of the slab.
+
+    Raises ValueError without a parameter.
+    """
     places: dict[Tensor, tuple[int, int]] = {}
     pieces: list[_Piece] = []
     piece: list[Tensor] = []
@@ -210,10 +230,10 @@ def _layout(parameters: Iterable[Tensor], piece_bytes: int) -> tuple[dict[Tensor
 
 
 def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> float:
-    """Return the rate of the train step that turns ``version`` into ``version + 1``.
+    """Return the learning rate of the train step that turns ``version`` into ``version + 1``.
 
-    The rate warms up linearly over ``warmup_steps_proportion`` of ``total_steps`` (the first step is not zero). Then it
-    is constant, or decays linearly or as a cosine from the full rate so that it would reach zero at ``total_steps``.
+    It warms up linearly over ``warmup_steps_proportion`` of ``total_steps``; the first step is not 0. Then it
+    is constant, or decays linearly or as a cosine from the peak to 0 at ``total_steps``.
     """
     warmup = math.ceil(config.warmup_steps_proportion * total_steps)
     if version < warmup:
@@ -227,10 +247,12 @@ def learning_rate(config: OptimizerConfig, version: int, total_steps: int) -> fl
 
 
 class PolicyOptimizer:
-    """Steps the parameters of ``module``. Parameters kept in a narrower type get fp32 master copies, since
-    small updates would vanish in bf16. Biases and norms (one dimension) have no weight decay. With ``config.offload``
-    moments are in ``memory`` (None: pinned memory of the host) but for the piece that is being stepped; raises
-    ValueError where that is no other memory."""
+    """AdamW optimizer of the trainable parameters of a module.
+
+    Parameters in a narrower type than fp32 get fp32 master weights, because small updates would be rounded
+    away in bf16. Biases and norms (one dimension) have no weight decay. With ``config.offload`` the moments
+    are in ``memory`` (None: pinned host memory); raises ValueError if the device is not a CUDA device.
+    """
 
     def __init__(
         self, module: nn.Module, config: OptimizerConfig, total_steps: int, *, memory: HostMemory | None = None
@@ -258,21 +280,21 @@ class PolicyOptimizer:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the module that are trained."""
+        """Trainable parameters of the module."""
         return self._parameters
 
     @property
     def masters(self) -> list[nn.Parameter]:
-        """What gradients add up in, fp32: the parameters, or their master copies."""
+        """Master weights, fp32, whose gradients are accumulated; the parameters themselves if they are fp32."""
         return self._masters
 
     @property
     def offloads(self) -> bool:
-        """Whether moments rest elsewhere between steps."""
+        """Whether the moments are offloaded between steps."""
         return self._resting is not None
 
     def use(self, config: OptimizerConfig) -> None:
-        """Step by these options from now on; moments stay. Raises ValueError where they would rest elsewhere."""
+        """Use these options from now on, with the current moments. Raises ValueError if ``offload`` changes."""
         if config.offload != self._config.offload:
             raise ValueError("optimizer.offload: an optimizer that has begun keeps its moments where they are")
         self._config = config
@@ -281,38 +303,40 @@ class PolicyOptimizer:
             group["weight_decay"] = config.weight_decay if any(p.ndim > 1 for p in group["params"]) else 0.0
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
+        """Clear all gradients."""
         for p in (*self._parameters, *self._masters):
             p.grad = None
 
     def copied_gradients(self) -> list[Tensor | None]:
-        """Return a copy of what was accumulated."""
+        """Return a copy of the accumulated gradients, None for masters without one."""
         return [None if p.grad is None else p.grad.clone() for p in self._masters]
 
     def restore_gradients(self, copied: Sequence[Tensor | None]) -> None:
-        """Have these gradients, and no others."""
+        """Replace all gradients by those of ``copied_gradients``."""
         self.zero_grad()
         for master, gradient in zip(self._masters, copied, strict=True):
             master.grad = gradient
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Add the gradients of one micro-batch to those of the master copies, which take the digits that a narrower sum
-        would lose. Parameters that have none add up by themselves."""
+        """Add the gradients of one micro-batch to those of the master weights.
+
+        The sum is in fp32 to avoid rounding. Parameters that are their own master weights accumulate in place.
+        """
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if master is not parameter and parameter.grad is not None:
                 master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
                 parameter.grad = None
 
     def gradient_norm(self) -> float:
-        """Return the global L2 norm of the gradients, before clipping; fp32. 0 without any gradient."""
+        """Return the global L2 norm of the gradients before clipping, computed in fp32; 0 without a gradient."""
         grads = [p.grad for p in self._masters if p.grad is not None]
         norm = nn.utils.get_total_norm(grads) if grads else torch.zeros(())
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     @torch.no_grad()
     def step(self, version: int, norm: float) -> float:
-        """Clip by ``norm`` (the gradient norm, finite) and update the parameters; return the learning rate used."""
+        """Clip the gradients, whose finite norm is ``norm``, and update the parameters; return the learning rate."""
         rate = learning_rate(self._config, version, self._total)
         limit = self._config.gradient_clipping
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
@@ -327,15 +351,18 @@ class PolicyOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Write the master weights to the model."""
+        """Copy the master weights to the parameters of the model."""
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if master is not parameter:
                 parameter.copy_(master)
                 master.grad = None
 
     def tensors(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-        """Return the optimizer's tensors, themselves: ``exp_avg/NAME`` and the like, and ``master/NAME`` where there
-        are master weights. ``names`` names the parameters."""
+        """Return the tensors of the optimizer (no copies) by name.
+
+        These are the state of AdamW, ``exp_avg/NAME`` and so on, and ``master/NAME`` for separate master
+        weights. ``names`` are the names of the parameters.
+        """
         found: dict[str, Tensor] = {}
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if master is not parameter:
@@ -345,7 +372,7 @@ class PolicyOptimizer:
         return found
 
     def begin_moments(self, of: Collection[nn.Parameter]) -> None:
-        """Have moments, 0 at first, for these parameters and no others: ``tensors`` then has a place for saved ones."""
+        """Reset the moments: 0 for these parameters, none for others. ``tensors`` then includes them for loading."""
         self._adamw.state.clear()
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if parameter in of and self._resting is not None:

@@ -1,9 +1,9 @@
-"""Packs sequences into the rows of one pass: padded, packed, or with every common prefix computed once.
+"""Packing of sequences into the rows of a pass: padded, packed, or with common prefixes computed once.
 
-A row is a tree of tokens in depth-first order: the sequences in lexicographic order, each without what it has in common
-with the one before it. A token sees its ancestors and itself, at the position it has in its own sequence, so its hidden
-state is the one it has there; where sequences part, one hidden state predicts several tokens. The rollouts of a group
-share their prompt this way, and turns that went alike.
+A row is a tree of tokens in depth-first order: its sequences in lexicographic order, each without the prefix
+that it shares with the one before it. A token attends to its ancestors and itself, at the position that it
+has in its own sequence, so its hidden state is the same as in a separate row. Where sequences branch, one
+hidden state predicts several tokens. The rollouts of a group share their prompt this way, and equal turns.
 """
 
 from __future__ import annotations
@@ -25,26 +25,30 @@ from realhf.backends.training.varlen_attention import Kernel, PackedLayout, pack
 
 @dataclass(frozen=True)
 class SequenceInputs:
-    """Describes every sequence of a batch. ``tokens``: int64, those that go through the model, up to the last one that
-    a scored prediction depends on; ``asked``: int64, the positions in them whose prediction is scored; ``target``:
-    int64, the predicted tokens; ``place``: int64, where the results stand in the packed L-1 layout, which has ``size``
-    entries."""
+    """Inputs and targets of every sequence of a batch."""
 
     tokens: list[np.ndarray]
+    """Input tokens, up to the last one that a scored prediction depends on, int64."""
     asked: list[np.ndarray]
+    """Positions in ``tokens`` whose prediction is scored, int64."""
     target: list[np.ndarray]
+    """Token that each of these positions predicts, int64."""
     place: list[np.ndarray]
+    """Index of each of these predictions in the packed L-1 layout of the batch, int64."""
     size: int
+    """Number of entries of the packed L-1 layout."""
 
     @property
     def scored(self) -> list[int]:
-        """The sequences that have a position to score."""
+        """Indices of the sequences with at least one scored prediction."""
         return [i for i, asked in enumerate(self.asked) if len(asked)]
 
     @staticmethod
     def of(sample: SequenceSample) -> SequenceInputs:
-        """Read ``packed_input_ids`` and ``loss_mask`` (without one every prediction is scored). Raises ValueError on an
-        empty sequence."""
+        """Return the inputs of a batch; ``loss_mask`` selects the scored predictions, by default all.
+
+        Raises ValueError for an empty sequence.
+        """
         lengths = np.asarray(sample.lengths("packed_input_ids").values)
         if (lengths < 1).any():
             raise ValueError("packed_input_ids has an empty sequence")
@@ -63,18 +67,20 @@ class SequenceInputs:
 
 
 ROW_TOKENS = 768
-"""Most positions of a row that holds several sequences under a mask, which has the square of it, and attention computes
-all of that."""
+"""Default of the maximum number of positions of a row with several sequences. The attention mask of a row, and
+the cost of attention with it, grow with the square."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Holds sequences that are computed in one row. ``members`` numbers them; ``shared`` says how many tokens each has
-    in common with the one before it (0 for the first); ``length`` counts positions."""
+    """Sequences that are computed in one row."""
 
     members: tuple[int, ...]
+    """Indices of the sequences."""
     shared: tuple[int, ...]
+    """Number of tokens that each sequence shares with the one before it, 0 for the first."""
     length: int
+    """Number of positions of the row."""
 
     @property
     def plain(self) -> bool:
@@ -83,18 +89,25 @@ class Row:
 
 
 def plain_rows(members: Sequence[int], inputs: Sequence[np.ndarray]) -> list[Row]:
-    """Return a row for each of the sequences ``members``, from ``inputs``, the tokens of every sequence that go through
-    the model."""
+    """Return a row for each of the sequences ``members``; ``inputs`` are the input tokens of all sequences."""
     return [Row((i,), (0,), len(inputs[i])) for i in members]
 
 
 def shared_rows(
     members: Sequence[int], inputs: Sequence[np.ndarray], most: int = ROW_TOKENS, longest: int = 0
 ) -> list[Row]:
-    """Pack the sequences ``members`` into rows of at most ``most`` positions, unless one alone is longer. A sequence
-    that has nothing in common with a row starts another one. Up to ``longest`` positions, a row may also have twice
-    those of its first sequence: prefixes as long as ``most`` would be computed for each sequence otherwise.
-    Deterministic, whatever the order of ``members``."""
+    """Return the sequences ``members`` in rows that compute common prefixes once.
+
+    A sequence without a common prefix starts a new row. The result does not depend on the order of
+    ``members``.
+
+    Args:
+        members: Indices of the sequences.
+        inputs: Input tokens of all sequences.
+        most: Maximum number of positions of a row with several sequences.
+        longest: Up to this number, a row may also have twice the positions of its first sequence. Otherwise
+            a prefix of about ``most`` tokens would be computed for each sequence.
+    """
     order = sorted(members, key=lambda i: (inputs[i].astype(">u4").tobytes(), i))
     rows: list[Row] = []
     current: list[int] = []
@@ -117,7 +130,7 @@ def shared_rows(
 
 
 def split_row(row: Row, inputs: Sequence[np.ndarray]) -> tuple[Row, Row]:
-    """Cut a row of several sequences into two of about equal length; what the halves share is computed in both."""
+    """Return a row of several sequences as two of about equal length. Both compute their common prefix."""
     ends = np.cumsum([len(inputs[i]) - s for i, s in zip(row.members, row.shared, strict=True)])
     cut = int(np.clip(np.searchsorted(ends, row.length / 2) + 1, 1, len(row.members) - 1))
     return _row(row.members[:cut], row.shared[:cut], inputs), _row(

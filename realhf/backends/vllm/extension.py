@@ -137,10 +137,12 @@ class WeightExtension:
         self.realhf_unproven = [name for name in names if name not in now]
 
     def weight_digests(self) -> dict[str, Any]:
-        """Return ``{"held": {name in the checkpoint: [element type, digest]}, "unproven": names}``: digests of what the
-        model's layers hold now. A layer that keeps only a copy in a kernel's own format has the digest of what the copy
-        was made from. Tensors that arrived, and that no layer has under their names, because the model renames or
-        joins them, are unproven: nothing can be said of them."""
+        """Return ``{"held": {name in the checkpoint: [element type, digest]}, "unproven": names}``.
+
+        ``held`` are the digests of the current tensors of the model's layers. For a layer that keeps only a copy in
+        the format of a kernel, it is the digest of the tensor that was copied. ``unproven`` are received tensors that
+        no layer has under their names, because the model renames or fuses them.
+        """
         return {
             "held": {**getattr(self, "realhf_seen", {}), **self._live_digests()},
             "unproven": getattr(self, "realhf_unproven", []),

@@ -1,10 +1,10 @@
-"""Generates with a real vLLM server by its HTTP endpoints, and hands it new weights.
+"""Generation by a vLLM server over HTTP, with weight updates.
 
-They are a safetensors file in memory that only this process holds: the server opens it through /proc, and nothing is
-left behind however either of them ends. A server without our extension needs a folder: it gets a temporary one.
+New weights are transferred as a safetensors file in memory (memfd), which the server opens through /proc. So
+nothing is left on disk, however the processes end. A server without our extension gets a temporary folder.
 
-New weights reach running requests between two tokens: the server is paused with its requests frozen, its workers take
-the weights, and it goes on. The server itself reports, token by token, which version sampled it.
+Weights are updated between two tokens of running requests: the server is paused, its workers load the
+weights, and it resumes. The server reports for each token which version sampled it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ from realhf.base import event_loops, process_clock
 from realhf.base.hf_config import tensor_shapes
 
 TIED_HEAD = "lm_head.weight"
-"""Name of a tensor that a model with tied embeddings may lack."""
+"""Name of the head, which a model with tied embeddings may lack."""
 Shapes = dict[str, tuple[int, ...]]
+"""Shapes of tensors by name."""
 
 
 def checked(tensors: Mapping[str, Tensor], expected: Shapes, *, on_host: bool = True) -> dict[str, Tensor]:
-    """Return the tensors that the server knows, contiguous, and on the CPU if wanted ``on_host``. A head that is tied
-    to the embedding is left out.
+    """Return the tensors in ``expected``, contiguous and, if ``on_host``, on the CPU.
 
-    Raises ValueError naming a tensor that is missing, unknown or of another shape.
+    A head that is tied to the embedding is not expected and is dropped. Raises ValueError naming a tensor
+    that is missing, unknown or of another shape.
     """
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys() - {TIED_HEAD})
@@ -60,21 +61,26 @@ def checked(tensors: Mapping[str, Tensor], expected: Shapes, *, on_host: bool = 
 
 
 def held_by_server(answers: Sequence[Any], names: Sequence[str]) -> dict[str, HeldTensor]:
-    """Return what the single worker of a server holds under these names, without a digest what it has elsewhere;
-    nothing for several workers."""
+    """Return the digests of the tensors of a server with a single worker; {} for several workers.
+
+    ``answers`` are those of the workers to ``weight_digests``. A tensor that the server's model renames or
+    fuses with others has an empty digest.
+    """
     if len(answers) != 1:
         return {}
-    held, unproven = answers[0]["held"], frozenset(answers[0].get("unproven", ()))
-    told = {name: HeldTensor(dtype_tag(held[name][0]), held[name][1]) for name in names if name in held}
-    return told | {name: HeldTensor("", "") for name in names if name in unproven and name not in held}
+    held = answers[0]["held"]
+    unproven = frozenset(answers[0].get("unproven", ()))
+    proven = {name: HeldTensor(dtype_tag(held[name][0]), held[name][1]) for name in names if name in held}
+    return proven | {name: HeldTensor("", "") for name in names if name in unproven and name not in held}
 
 
 @contextlib.contextmanager
 def file_in_memory(tensors: dict[str, Tensor]) -> Iterator[str]:
-    """Yield the path of a safetensors file that other processes of this user on this host can open meanwhile."""
+    """Yield the path of a safetensors file in memory, which processes of the same user can open in the block."""
     descriptor = os.memfd_create("realhf-weights", os.MFD_CLOEXEC)
     try:
-        view, done = memoryview(save(tensors)), 0
+        view = memoryview(save(tensors))
+        done = 0
         while done < len(view):
             done += os.write(descriptor, view[done:])
         yield f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -84,7 +90,7 @@ def file_in_memory(tensors: dict[str, Tensor]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def folder_on_disk(tensors: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a folder with ``model.safetensors``; it is removed afterwards."""
+    """Yield a temporary folder with ``model.safetensors``, which is removed after the block."""
     with tempfile.TemporaryDirectory(prefix="realhf-weights-") as folder:
         (Path(folder) / "model.safetensors").write_bytes(save(tensors))
         yield folder
@@ -93,29 +99,40 @@ def folder_on_disk(tensors: dict[str, Tensor]) -> Iterator[str]:
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _CALL_TIMEOUT_S = 30.0
+"""Timeout of calls other than generation and weight updates, seconds."""
 _ABORT_EVERY_S = 0.2
-"""Seconds between two attempts to abort a request."""
+"""Time between two attempts to abort a request, seconds."""
 _ABORT_TIMEOUT_S = 10.0
+"""Time after which attempts to abort a request end, seconds."""
 
 
 @dataclass
 class _Entry:
-    """Holds a request that is not finished. ``task``: its exchange with the server; None while it waits for weights."""
+    """A request that is not finished."""
 
     id: str
+    """Id of the request on the server."""
     request: GenRequest
+    """The request."""
     config: GenConfig
+    """Sampling parameters."""
     stop_ids: tuple[int, ...]
+    """Token ids that end the turn."""
     done: Done
+    """Callback for the result."""
     task: asyncio.Task[None] | None = None
+    """Exchange with the server, None while the request waits for weights."""
     aborted: bool = False
+    """Whether the request was aborted."""
 
 
 class VllmGenerator:
-    """Implements ``StreamingGenerator``. With ``kv_policy`` "recompute" the server forgets keys and values at every
-    update. A seeded request gets the same tokens from the same server if it begins with the same prefix; they are not
-    those of the embedded engine. ``top_p``, ``top_k`` and ``min_new_tokens`` reach the server, whose log-probabilities
-    are then those of the truncated distribution. A server without our extension reloads from a temporary folder.
+    """``StreamingGenerator`` of a vLLM server.
+
+    With ``kv_policy`` "recompute" every weight update clears the server's cache. A request with a seed gets
+    the same tokens from the same server for the same prefix, but other tokens than from the embedded engine.
+    ``top_p``, ``top_k`` and ``min_new_tokens`` are applied by the server, whose log-probabilities are then
+    those of the truncated distribution. A server without our extension loads weights from a temporary folder.
     """
 
     def __init__(
@@ -130,10 +147,10 @@ class VllmGenerator:
         pause_timeout_s: float = _CALL_TIMEOUT_S,
         tracer: Tracer | None = None,
     ) -> None:
-        """Connect to the server and return when it has answered.
+        """Connect to the server and wait for its answer.
 
-        ``version`` is that of the weights the server was started with; with -1 requests wait for ``load_weights``.
-        Raises VllmError or TimeoutError that name what the server lacks.
+        ``version`` is the version of the weights that the server was started with; with -1 requests wait for
+        ``load_weights``. Raises VllmError or TimeoutError naming the missing feature of the server.
         """
         self._clear_cache = kv_policy == "recompute"
         self._request_timeout_s, self._update_timeout_s = request_timeout_s, update_timeout_s
@@ -172,7 +189,7 @@ class VllmGenerator:
 
     @property
     def model(self) -> ServedModel:
-        """What the server serves."""
+        """The model that the server serves."""
         return self._model
 
     def submit(self, request: GenRequest, config: GenConfig, stop_ids: Sequence[int], done: Done) -> None:
@@ -185,10 +202,10 @@ class VllmGenerator:
         self._post(self._abort, tuple(slots))
 
     def free(self, slots: Sequence[int]) -> None:
-        """Do nothing: the server evicts by itself what it caches."""
+        """Do nothing: the server evicts cached sequences itself."""
 
     def pause(self, timeout_s: float) -> None:
-        """See ``StreamingGenerator``. When the server does not stop in time, it is ordered to go on."""
+        """See ``StreamingGenerator``. A server that does not pause in time is ordered to resume."""
         with self._update:
             try:
                 self._call(self._api.pause(clear_cache=False, timeout_s=timeout_s), timeout_s)
@@ -198,14 +215,16 @@ class VllmGenerator:
             self._paused = True
 
     def resume(self) -> None:
-        """Let the server go on after ``pause``."""
+        """Resume the server after ``pause``."""
         with self._update:
             self._call(self._api.resume(), _CALL_TIMEOUT_S)
             self._paused = False
 
     def load_weights(self, version: int, tensors: Mapping[str, Tensor], *, again: bool = False) -> None:
-        """See ``StreamingGenerator``. Raises VllmError when the server could not take the weights; if it may hold a
-        mixture of old and new ones, every request fails from then on."""
+        """See ``StreamingGenerator``. Raises VllmError if the server could not load the weights.
+
+        If it may then have a mixture of old and new weights, all later requests fail.
+        """
         with self._update:
             if version == self._version and not again:
                 return
@@ -220,8 +239,10 @@ class VllmGenerator:
             self._expected = {name: tuple(t.shape) for name, t in given.items()}
 
     def weight_digests(self, names: Sequence[str]) -> dict[str, HeldTensor]:
-        """See ``StreamingGenerator``: nothing without our extension, or where the server is several workers, each of
-        which holds a part. Raises VllmError or TimeoutError."""
+        """See ``StreamingGenerator``. Raises VllmError or TimeoutError.
+
+        Empty without our extension, and for a server with several workers, each of which has a part.
+        """
         if self._model.extension != EXTENSION:
             return {}
         with self._update:
@@ -231,11 +252,14 @@ class VllmGenerator:
         return held_by_server(answers, names)
 
     def replica(self) -> None:
-        """See ``StreamingGenerator``: the server has room for one policy."""
+        """See ``StreamingGenerator``. Returns None: a server has memory for one policy only."""
 
     def stats(self) -> dict[str, float]:
-        """See ``StreamingGenerator``; ``busy_s`` counts while any request runs, ``weight_pause_ms`` is how long the
-        last update stopped generation."""
+        """See ``StreamingGenerator``.
+
+        ``busy_s`` is the time with at least one running request, ``weight_pause_ms`` the time that the last
+        weight update stopped generation.
+        """
         since = self._busy_since
         busy = self._counts["busy_s"] + (process_clock.now() - since if since is not None else 0.0)
         entries = list(self._entries.values())
@@ -249,7 +273,7 @@ class VllmGenerator:
         }
 
     def close(self) -> None:
-        """End the engine; unfinished requests get an error. A second call does nothing."""
+        """Stop the generator. Unfinished requests get an error. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
