@@ -1,18 +1,18 @@
-"""An option says at its field what it means, what it is by default and which values it takes.
+"""Configuration options: dataclass fields with a description, a default, and the allowed values.
 
     @dataclass
     class MarginOptions:
-        '''What the section as a whole is about.'''
+        '''Description of the section as a whole.'''
 
-        margin: float = option(0.5, "Advantages are cut at this distance from 0.", above=0, at_most=10)
+        margin: float = option(0.5, "Maximum absolute advantage; larger ones are clipped.", above=0, at_most=10)
 
     @dataclass
     class Config(ExperimentConfig):
         algorithm: MarginOptions = section(MarginOptions)
 
-Help, the reference of options and refusals are made from the fields, whoever declares them. A section whose options
-depend on each other has a method ``problems(self, name)``, see ``Checked``. Whether a run that goes on may have another
-value than before stands at the field, too: ``on_resume``.
+The help, the reference page and error messages are generated from the fields. A section whose options depend
+on each other has a method ``problems(self, name)``, see ``Checked``. A field also declares with ``on_resume``
+whether its value may change when a run resumes from a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,65 +30,79 @@ from realhf.base.plugin import split_reference
 C = TypeVar("C")
 
 OnResume = Literal["free", "warns", "refuses"]
-"""What a run that goes on after a checkpoint does about an option that is not what it was. ``free``: nothing, it is
-about how the run is carried out; ``warns``: it takes the new value from there on and says so; ``refuses``: it would be
-another experiment. An option says ``refuses`` unless it says something else."""
+"""Effect of a changed option on a run that resumes from a checkpoint. ``free``: the new value is used, since it
+only concerns the execution; ``warns``: the new value is used from there on, with a warning; ``refuses``: an
+error, since it would be another experiment. The default is ``refuses``."""
 
 MAX_SEED = 2**63 - 1
-"""No random generator of the libraries takes a larger seed as a signed number."""
+"""Largest seed that all random generators accept as a signed 64-bit integer."""
 REFERENCE = "FILE.py:NAME"
+"""How a custom component is named on the command line."""
 _KEY = "option"
+"""Key of the ``Option`` in a field's metadata."""
 _IDLE = "idle"
+"""Key of a section's ``idle`` text in a field's metadata."""
 _ON_RESUME = "on_resume"
+"""Key of a section's ``on_resume`` in a field's metadata."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What a field says about itself beside its default. ``about``: one sentence; ``registry``: the values are the
-    names of a registry in ``realhf.registry``; ``reference``: one of one's own may be named as well, as
-    ``FILE.py:NAME``; ``retired``: values that are refused now, and what to take instead;
-    ``idle``: why the option may have been set and read by nobody;
-    ``on_resume``: None for what its section says."""
+    """The properties of an option besides its default."""
 
     about: str = ""
+    """Description, one sentence."""
     at_least: float | None = None
+    """Inclusive lower bound."""
     above: float | None = None
+    """Exclusive lower bound."""
     at_most: float | None = None
+    """Inclusive upper bound."""
     choices: tuple[str, ...] = ()
+    """Allowed values; () for any."""
     registry: str = ""
+    """Registry in ``realhf.registry`` whose names are the allowed values."""
     reference: bool = False
+    """Whether ``FILE.py:NAME`` is allowed in addition to ``choices`` or ``registry``."""
     retired: Mapping[str, str] = field(default_factory=dict)
+    """Values that are no longer allowed, with advice on what to use instead."""
     idle: str = ""
+    """Explanation for the error message about an option that was set but has no effect."""
     on_resume: OnResume | None = None
+    """Effect of a change on resume; None for that of the section."""
 
     def bound(self) -> str:
-        """``at least 1``, ``between 0 and 1``, ...; empty if every number will do."""
-        low, high = self.at_least, self.at_most
+        """Return the bounds as text, such as ``at least 1`` or ``between 0 and 1``; "" without bounds."""
+        low = self.at_least
+        high = self.at_most
         if low is not None and high is not None:
-            return f"between {_number(low)} and {_number(high)}"
-        found = []
+            return f"between {_format_number(low)} and {_format_number(high)}"
+        parts = []
         if low is not None:
-            found.append(f"at least {_number(low)}")
+            parts.append(f"at least {_format_number(low)}")
         if self.above is not None:
-            found.append("positive" if self.above == 0 else f"above {_number(self.above)}")
+            parts.append("positive" if self.above == 0 else f"above {_format_number(self.above)}")
         if high is not None:
-            found.append(f"at most {_number(high)}")
-        return " and ".join(found)
+            parts.append(f"at most {_format_number(high)}")
+        return " and ".join(parts)
 
-    def holds(self, value: float) -> bool:
-        """Whether a number lies within the bounds; an infinite one within none, and not-a-number never."""
+    def is_within_bounds(self, value: float) -> bool:
+        """Return whether a number is within the bounds. Infinity is within no bounds, and NaN never."""
         low = self.at_least is None or value >= self.at_least
         high = self.at_most is None or value <= self.at_most
         finite = not self.bound() or abs(value) != math.inf
         return low and (self.above is None or value > self.above) and high and finite
 
 
-class Found(NamedTuple):
-    """An option of a configuration under its dotted name."""
+class NamedOption(NamedTuple):
+    """An option of a configuration."""
 
     name: str
+    """Dotted name, such as ``actor.optimizer.lr``."""
     option: Option
+    """Its properties, with those inherited from its sections."""
     value: Any
+    """Its value."""
 
 
 @runtime_checkable
@@ -96,8 +110,9 @@ class Checked(Protocol):
     """A section with checks across its options."""
 
     def problems(self, name: str) -> Iterable[str]:
-        """What is wrong with the options together, a line each; ``name`` is the section's own. Asked only when each of
-        its options is right by itself."""
+        """Yield a line for each invalid combination of options. ``name`` is the section's dotted name.
+
+        Called only if each option is valid by itself."""
         ...
 
 
@@ -115,58 +130,67 @@ def option(
     idle: str = "",
     on_resume: OnResume | None = None,
 ) -> Any:
-    """A dataclass field. A list or mapping is copied for every instance; bounds and choices hold for each item of a
-    list, and None is always allowed where the type allows it."""
-    about_it = Option(about, at_least, above, at_most, tuple(choices), registry, reference, retired, idle, on_resume)
-    metadata = {_KEY: about_it}
+    """Return a dataclass field for an option; the arguments are those of ``Option``.
+
+    A default list or mapping is copied for every instance. Bounds and choices apply to each item of a list,
+    and None is allowed wherever the type allows it."""
+    properties = Option(about, at_least, above, at_most, tuple(choices), registry, reference, retired, idle, on_resume)
+    metadata = {_KEY: properties}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def section(kind: type[Any], *, idle: str = "", on_resume: OnResume | None = None, **changed: Any) -> Any:
-    """A dataclass field that holds a section. ``changed``: defaults that differ from those of ``kind``; ``idle`` and
-    ``on_resume``: of every option in it that has none of its own."""
+    """Return a dataclass field for a section of the class ``kind``.
+
+    ``changed`` are defaults that differ from those of ``kind``. ``idle`` and ``on_resume`` apply to all options
+    of the section that have none of their own."""
     return field(default_factory=lambda: kind(**changed), metadata={_IDLE: idle, _ON_RESUME: on_resume})
 
 
 def with_path(options: type[Any], path: str, about: str) -> type[Any]:
-    """Return the options of a part that was chosen, and the option ``path`` that names the part. ``options`` itself
-    where it has a ``path``."""
+    """Return a subclass of ``options`` with an option ``path``, which names the chosen component, or ``options``
+    itself if it has one."""
     if any(every.name == "path" for every in fields(options)):
         return options
-    return _derived(options, "path", str, option(path, about))
+    return _add_field(options, "path", str, option(path, about))
 
 
 def with_section(config: type[C], name: str, kind: type[Any]) -> type[C]:
-    """Return ``config`` with a section more, or with another one under the same name."""
-    before = next((every.metadata for every in fields(config) if every.name == name), {})  # type: ignore[arg-type]
-    on_resume = before[_KEY].on_resume if _KEY in before else before.get(_ON_RESUME)
-    return _derived(config, name, kind, section(kind, on_resume=on_resume))
+    """Return a subclass of ``config`` with a section of the class ``kind``, which replaces one of the same name."""
+    replaced = next((every.metadata for every in fields(config) if every.name == name), {})  # type: ignore[arg-type]
+    on_resume = replaced[_KEY].on_resume if _KEY in replaced else replaced.get(_ON_RESUME)
+    return _add_field(config, name, kind, section(kind, on_resume=on_resume))
 
 
-def _derived(base: type[Any], name: str, kind: type[Any], default: Any) -> type[Any]:
-    found = make_dataclass(base.__name__, [(name, kind, default)], bases=(base,))
-    found.__module__, found.__doc__ = base.__module__, base.__doc__
-    return found
+def _add_field(base: type[Any], name: str, kind: type[Any], default: Any) -> type[Any]:
+    """Return a subclass of ``base`` with one more field, under the same name, module and docstring."""
+    derived = make_dataclass(base.__name__, [(name, kind, default)], bases=(base,))
+    derived.__module__ = base.__module__
+    derived.__doc__ = base.__doc__
+    return derived
 
 
-def walk(config: Any, name: str = "", idle: str = "", on_resume: OnResume = "refuses") -> Iterator[Found]:
-    """Every option of a section and of those in it, in the order of the fields; what it does not say itself is what its
-    section says. A field that was not made by ``option`` has an empty description."""
+def walk(config: Any, name: str = "", idle: str = "", on_resume: OnResume = "refuses") -> Iterator[NamedOption]:
+    """Yield all options of a section and its subsections, in the order of the fields.
+
+    Options inherit ``idle`` and ``on_resume`` from their sections. A field that was not created by ``option``
+    has an empty description."""
     for every in fields(config):
-        value, dotted = getattr(config, every.name), f"{name}.{every.name}" if name else every.name
+        value = getattr(config, every.name)
+        dotted = f"{name}.{every.name}" if name else every.name
         if is_dataclass(value):
-            about = every.metadata
-            yield from walk(value, dotted, about.get(_IDLE) or idle, about.get(_ON_RESUME) or on_resume)
+            metadata = every.metadata
+            yield from walk(value, dotted, metadata.get(_IDLE) or idle, metadata.get(_ON_RESUME) or on_resume)
         else:
-            known: Option = every.metadata.get(_KEY, Option())
-            resumed = known.on_resume or on_resume
-            yield Found(dotted, replace(known, idle=known.idle or idle, on_resume=resumed), value)
+            own: Option = every.metadata.get(_KEY, Option())
+            inherited = replace(own, idle=own.idle or idle, on_resume=own.on_resume or on_resume)
+            yield NamedOption(dotted, inherited, value)
 
 
 def sections(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The section itself and all in it, with their dotted names."""
+    """Yield a section and all of its subsections, with their dotted names."""
     yield name, config
     for every in fields(config):
         if is_dataclass(value := getattr(config, every.name)):
@@ -174,41 +198,42 @@ def sections(config: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def problems(config: Any, name: str = "", known: Callable[[str], Iterable[str]] | None = None) -> Iterator[str]:
-    """What is wrong with a section, a line each: options out of range or unknown, then the sections' own checks.
-    ``known`` gives the names of a registry; without it they are not checked."""
-    wrong = []
-    for found in walk(config, name):
-        if line := _problem(found, known):
-            wrong.append(found.name)
+    """Yield a line for each mistake in a section: values out of range or unknown, then the sections' own checks.
+
+    ``known`` returns the names of a registry; without it these values are not checked."""
+    invalid = []
+    for named in walk(config, name):
+        if line := _find_problem(named, known):
+            invalid.append(named.name)
             yield line
     for dotted, part in sections(config, name):
-        inside = f"{dotted}." if dotted else ""
-        if isinstance(part, Checked) and not any(option.startswith(inside) for option in wrong):
+        prefix = f"{dotted}." if dotted else ""
+        if isinstance(part, Checked) and not any(option.startswith(prefix) for option in invalid):
             yield from part.problems(dotted)
 
 
-def _problem(found: Found, known: Callable[[str], Iterable[str]] | None) -> str:
-    """The line about the first value that cannot be, empty if there is none."""
-    name, about, value = found
-    allowed = [*known(about.registry)] if about.registry and known else [*about.choices]
+def _find_problem(named: NamedOption, known: Callable[[str], Iterable[str]] | None) -> str:
+    """Return a line about the first invalid value of an option, or "" if all are valid."""
+    name, option, value = named
+    allowed = [*known(option.registry)] if option.registry and known else [*option.choices]
     for item in value if isinstance(value, (list, tuple)) else [value]:
         if item is None or isinstance(item, (bool, Enum, Mapping)):
             continue
-        if item in about.retired:
-            return f"{name}={item}: is gone; {about.retired[item]} (known: {', '.join(allowed)})"
-        if allowed and item not in allowed and not (about.reference and split_reference(str(item)).place):
-            own = f"; one of your own is {REFERENCE}" if about.reference else ""
-            return f"{name}={item}: {_unknown(str(item), allowed)}{own}"
-        if isinstance(item, (int, float)) and not about.holds(item):
-            bound = about.bound() + (" and finite" if abs(item) == math.inf else "")
-            return f"{name}={item}: must be {bound}{f'. {about.about}' if about.about else ''}"
+        if item in option.retired:
+            return f"{name}={item}: is gone; {option.retired[item]} (known: {', '.join(allowed)})"
+        if allowed and item not in allowed and not (option.reference and split_reference(str(item)).place):
+            own = f"; one of your own is {REFERENCE}" if option.reference else ""
+            return f"{name}={item}: {_unknown_value(str(item), allowed)}{own}"
+        if isinstance(item, (int, float)) and not option.is_within_bounds(item):
+            bound = option.bound() + (" and finite" if abs(item) == math.inf else "")
+            return f"{name}={item}: must be {bound}{f'. {option.about}' if option.about else ''}"
     return ""
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def _unknown(value: str, allowed: Sequence[str]) -> str:
+def _unknown_value(value: str, allowed: Sequence[str]) -> str:
     close = difflib.get_close_matches(value, allowed, n=1)
     return f"unknown (known: {', '.join(allowed)})" + (f"; did you mean {close[0]!r}?" if close else "")

@@ -1,4 +1,4 @@
-"""Parse, build, run.
+"""The launcher's command line.
 
 python -m realhf.launch experiment=NAME [key=value ...]
 python -m realhf.launch [experiment=NAME] --help
@@ -19,12 +19,14 @@ from realhf.launch.compose import compose_config
 
 HELP = frozenset({"-h", "--help"})
 ABOUT = HELP | {"--version", "--options-reference"}
-"""Arguments that ask for text in place of a run."""
+"""Arguments that print a text instead of starting a run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: done; 1: a process failed; 2: a mistake in the configuration; 130, 143: stopped. A terminal that is
-    lost (``| head``) changes neither the run nor the exit code."""
+    """Run a launch and return its exit code.
+
+    0: success; 1: a process failed; 2: an invalid configuration; 130, 143: stopped by SIGINT, SIGTERM. The loss
+    of the terminal (``| head``) affects neither the run nor the exit code."""
     started_at = time.time()
     with guarded_output() as terminal:
         return _main(sys.argv[1:] if arguments is None else list(arguments), started_at, terminal)
@@ -67,7 +69,7 @@ def _main(arguments: Sequence[str], started_at: float, terminal: Terminal) -> in
 
 
 def _about(arguments: Sequence[str]) -> str:
-    """Return what is asked for: the version, the reference of options, the options of one experiment, or of all."""
+    """Return the requested text: the version, the reference page, or the help for one or all experiments."""
     if "--version" in arguments:
         return f"realhf {realhf.__version__}"
 

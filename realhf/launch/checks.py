@@ -1,7 +1,7 @@
-"""Checks before any process starts what a configuration and the folder of its model must hold, without torch.
+"""Checks of a configuration and of the model's folder before any process starts, without torch.
 
-Ranges and choices stand at the fields of the configuration, and sections check what is theirs
-(``realhf/api/option.py``); here are the checks across sections.
+The fields of the configuration declare ranges and choices, and each section checks its own options
+(``realhf/api/option.py``). This module has the checks across sections.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ from realhf.scheduler.gpus import visible_gpus
 
 
 def check_config(config: ExperimentConfig) -> None:
-    """Raise ConfigError that lists everything wrong with the values themselves. The experiment's module is imported
-    already: names that it registers are known."""
-    found = [
+    """Raise ConfigError that lists all invalid values. The experiment's module must be imported already, so
+    that the names that it registers are known."""
+    lines = [
         *problems(config, known=registered_names),
-        *_sampling(config),
-        *_names_and_workers(config),
-        *_sizes(config),
+        *_sampling_problems(config),
+        *_name_and_worker_problems(config),
+        *_size_problems(config),
         *model_problems("actor", config.actor, config.rollout.max_total_tokens),
         *checkpoint_problems("actor", config.actor.path),
         *adapter_problems("actor", config.actor),
-        *_served_experts(config),
-        *_other_models(config),
-        *_not_here(config),
+        *_served_expert_problems(config),
+        *_other_model_problems(config),
+        *_host_problems(config),
     ]
-    if found:
-        raise ConfigError("\n".join(found))
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
-def _other_models(config: ExperimentConfig) -> Iterator[str]:
-    """Sections of an experiment that are models, too, such as a critic; their path may name the actor's weights."""
+def _other_model_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Check the experiment's other models, such as a critic, whose path may refer to the actor's weights."""
     for role, model in sections(config):
         if isinstance(model, ModelConfig) and role != "actor" and model.path not in ("", "actor", *BUILTIN_PATHS):
             yield from model_problems(role, model, config.rollout.max_total_tokens, renders=False)
             yield from checkpoint_problems(role, model.path)
             yield from vocabulary_problems(role, model, config.actor, config.builtin.vocab_size)
         if isinstance(model, TeacherConfig) and model.path:
-            described = _json(Path(model.path).expanduser() / "config.json")
-            frozen = ModelConfig(path=model.path, experts=bool(routed_experts(described)))
+            model_config = _read_json(Path(model.path).expanduser() / "config.json")
+            frozen = ModelConfig(path=model.path, experts=bool(routed_experts(model_config)))
             yield from model_problems(role, frozen, config.rollout.max_total_tokens, renders=False)
             yield from checkpoint_problems(role, model.path)
             yield from vocabulary_problems(role, frozen, config.actor, config.builtin.vocab_size)
 
 
-def _served_experts(config: ExperimentConfig) -> Iterator[str]:
+def _served_expert_problems(config: ExperimentConfig) -> Iterator[str]:
     if config.actor.experts and config.engine.name == "vllm":
         yield (
             "actor.experts=true: vLLM keeps a tensor for each expert and the trainer one for all of them, so new "
@@ -79,8 +79,8 @@ def _served_experts(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _not_here(config: ExperimentConfig) -> Iterator[str]:
-    """What a run would miss on this machine after its first minutes: vLLM, a tracker, a folder that can be written."""
+def _host_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Check what a run would miss on this machine after its first minutes: vLLM, trackers, a writable folder."""
     engine = config.engine
     elsewhere = definition_of(config.scheduler.path).several_hosts
     if (
@@ -97,16 +97,16 @@ def _not_here(config: ExperimentConfig) -> Iterator[str]:
     for name in config.monitor.trackers:
         if find_spec(name) is None:
             yield f"monitor.trackers: {name} is not installed: {install_command(name)}"
-    there = run_folder(config)
-    while not os.path.exists(there):  # Path.exists raises where a folder above cannot be looked into
-        there = there.parent
+    existing = run_folder(config)
+    while not os.path.exists(existing):  # Unlike this, Path.exists raises if a parent folder is not accessible.
+        existing = existing.parent
     try:
-        TemporaryFile(dir=there).close()
+        TemporaryFile(dir=existing).close()
     except OSError as error:
-        yield f"fileroot: cannot write to {there}: {error.strerror}"
+        yield f"fileroot: cannot write to {existing}: {error.strerror}"
 
 
-def _sampling(config: ExperimentConfig) -> Iterator[str]:
+def _sampling_problems(config: ExperimentConfig) -> Iterator[str]:
     for cut in config.gen.truncations():
         yield (
             f"gen.{cut}: tokens would be drawn from a cut distribution and trained with the log-probabilities of "
@@ -114,43 +114,47 @@ def _sampling(config: ExperimentConfig) -> Iterator[str]:
         )
 
 
-def _names_and_workers(config: ExperimentConfig) -> Iterator[str]:
+def _name_and_worker_problems(config: ExperimentConfig) -> Iterator[str]:
     for role, workers in (("actor", config.actor.workers), ("ref", config.ref.workers)):
         if not workers or min(workers) < 0 or len(set(workers)) < len(workers):
             yield f"{role}.workers={workers}: give different indices of model workers, from 0"
     for option, text in (("experiment_name", config.experiment_name), ("trial_name", config.trial_name)):
         if not re.fullmatch(r"[\w.-]+", text) or text.startswith("."):
-            yield f"{option}={_shortened(text)!r}: use letters, digits, '_', '-' and '.'; it names a folder"
-    yield from _too_long(config)
-
-
-def _too_long(config: ExperimentConfig) -> Iterator[str]:
-    """Say which names of folders are longer than the file system takes, and whether their path is."""
-    folder = run_folder(config)
-    there = next(path for path in folder.parents if os.path.isdir(path))
-    most = os.pathconf(there, "PC_NAME_MAX")
-    parts = [("fileroot", part) for part in folder.parts[:-2]]
-    for option, text in (*parts, ("experiment_name", config.experiment_name), ("trial_name", config.trial_name)):
-        size = len(os.fsencode(text))
-        if size > most:
-            named = f"{option}={_shortened(text)}: a name of {size} bytes"
-            yield f"{named}; the file system of {there} takes {most} at most"
-            return
-    room = os.pathconf(there, "PC_PATH_MAX") - _INSIDE_BYTES
-    if len(os.fsencode(folder)) > room:
-        yield f"fileroot={_shortened(config.fileroot)}: the run folder's path has more than {room} bytes; shorten it"
+            yield f"{option}={_shorten(text)!r}: use letters, digits, '_', '-' and '.'; it names a folder"
+    yield from _path_length_problems(config)
 
 
 _INSIDE_BYTES = 512
-"""Paths of files in a run folder are at most so much longer than its own."""
+"""Maximum length in bytes of a file's path below the run folder."""
 
 
-def _shortened(text: str) -> str:
+def _path_length_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Check that the file system accepts the names of the run folder and its parents, and paths inside it."""
+    folder = run_folder(config)
+    existing = next(path for path in folder.parents if os.path.isdir(path))
+    max_bytes = os.pathconf(existing, "PC_NAME_MAX")
+    parts = [("fileroot", part) for part in folder.parts[:-2]]
+    for option, text in (*parts, ("experiment_name", config.experiment_name), ("trial_name", config.trial_name)):
+        size = len(os.fsencode(text))
+        if size > max_bytes:
+            named = f"{option}={_shorten(text)}: a name of {size} bytes"
+            yield f"{named}; the file system of {existing} takes {max_bytes} at most"
+            return
+    max_path_bytes = os.pathconf(existing, "PC_PATH_MAX") - _INSIDE_BYTES
+    if len(os.fsencode(folder)) > max_path_bytes:
+        yield (
+            f"fileroot={_shorten(config.fileroot)}: the run folder's path has more than {max_path_bytes} bytes; "
+            "shorten it"
+        )
+
+
+def _shorten(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _sizes(config: ExperimentConfig) -> Iterator[str]:
-    heads, hidden = config.builtin.num_heads, config.builtin.hidden_size
+def _size_problems(config: ExperimentConfig) -> Iterator[str]:
+    heads = config.builtin.num_heads
+    hidden = config.builtin.hidden_size
     if config.actor.path in BUILTIN_PATHS:
         if heads < 1 or hidden % heads or (hidden // heads) % 2:
             yield f"builtin.hidden_size={hidden}: must be num_heads={heads} times an even head width"
@@ -160,39 +164,45 @@ def _sizes(config: ExperimentConfig) -> Iterator[str]:
                 f"builtin.max_positions={config.builtin.max_positions}"
             )
     folder = run_folder(config)
-    # Path.is_dir raises where the name is too long, which is said elsewhere.
+    # Unlike this, Path.is_dir raises for a name that is too long, which is reported elsewhere.
     if config.recover_mode is RecoverMode.resume and not os.path.isdir(folder / "checkpoints"):
         others = sorted(path.parent.name for path in folder.parent.glob("*/checkpoints"))
         named = f"; give the trial_name of a run: {', '.join(others[-8:])}" if others else ""
         yield f"recover_mode=resume: no checkpoint in {folder}{named}"
 
 
-BUILTIN, BUILTIN_TINY = "builtin", "builtin_tiny"
+BUILTIN = "builtin"
+"""Value of actor.path for the built-in policy, warm-started on demonstrations."""
+BUILTIN_TINY = "builtin_tiny"
+"""Value of actor.path for the built-in policy with random weights and a token per byte."""
 BUILTIN_PATHS = (BUILTIN, BUILTIN_TINY)
-"""Values of actor.path that name no folder: the policy made from demonstrations, and one made from nothing, with a
-token for each byte and random weights."""
+"""Values of actor.path that name no folder."""
 TINY_VOCAB = 260
-"""Number of tokens of the second one: every byte, and four special tokens."""
+"""Vocabulary size of ``BUILTIN_TINY``: 256 bytes and four special tokens."""
 PRETRAINED = "models/smollm2_135m"
-"""The folder of model=smollm2_135m, which could be a hub id by its looks."""
+"""Folder of model=smollm2_135m, which looks like a hub id."""
 VLLM_START_S = 600.0
-"""How long a vLLM server may take to load a model, compile and capture graphs, where it was chosen for the person."""
+"""Time in seconds that a vLLM server gets to load a model, compile and capture graphs, if it was selected
+automatically."""
 BUILTIN_VARIABLES = ("show_system", "show_tools")
-"""What the chat template of the built-in policy reads."""
+"""Variables that the chat template of the built-in policy reads."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+"""Suffixes of the names of embedding matrices."""
 
 
 def start_untrained(config: ExperimentConfig) -> str:
-    """Let the built-in policy start untrained where the environment has no scripted solver to learn from. Returns what
-    is to be said about it, empty where there is nothing to say. Experiments that need demonstrations say so
-    themselves."""
+    """Replace ``actor.path=builtin`` by the untrained policy if the environment has no scripted solver for a warm
+    start.
+
+    Return a warning about it, or "" if nothing was changed. Experiments that need demonstrations raise an
+    error themselves."""
     chosen: Any = getattr(config, "env", None)
     if config.actor.path != BUILTIN or not hasattr(chosen, "path"):
         return ""
     try:
         spec = chosen_environment(chosen).spec
     except ValueError:
-        return ""  # Said when the experiment is built.
+        return ""  # Reported when the experiment is built.
     if spec.demonstrate is not None or spec.demonstrations is not None:
         return ""
     config.actor.path = BUILTIN_TINY
@@ -204,10 +214,12 @@ def start_untrained(config: ExperimentConfig) -> str:
 
 
 def choose_engine(config: ExperimentConfig, given: Collection[str]) -> str:
-    """Let vLLM sample the tokens of a pretrained model where this machine shows a GPU and has vLLM, unless the options
-    ``given`` choose an engine. Returns what is to be said about the embedded engine on a GPU, empty where there is
-    nothing to say."""
-    engine, path = config.engine, config.actor.path
+    """Select vLLM for a pretrained model if this machine has a GPU and vLLM, unless the options set by the user
+    (``given``) choose an engine.
+
+    Return a warning if the embedded engine is used on a GPU, else ""."""
+    engine = config.engine
+    path = config.actor.path
     if {"engine.name", "engine.kv_cache_gib"} & {*given} or path in BUILTIN_PATHS or not visible_gpus():
         return ""
     slow = (
@@ -227,8 +239,10 @@ def choose_engine(config: ExperimentConfig, given: Collection[str]) -> str:
 
 
 def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, renders: bool = True) -> Iterator[str]:
-    """A folder must hold a dense decoder whose tokenizer fits to it and has a chat template (where the role ``renders``
-    texts), and whose context holds ``max_total_tokens``; ``owner/name`` may be a hub id, which is not looked into."""
+    """Yield what is wrong with a role's model folder.
+
+    It must hold a supported decoder with a matching tokenizer, a context of ``max_total_tokens``, and a chat
+    template if the role ``renders`` texts. A path ``owner/name`` may be a hub id, which is not inspected."""
     folder = Path(model.path).expanduser()
     if model.path in BUILTIN_PATHS:
         if idle := [name for name in model.chat_template_kwargs if name not in BUILTIN_VARIABLES]:
@@ -259,8 +273,8 @@ def model_problems(role: str, model: ModelConfig, max_total_tokens: int, *, rend
 
 
 def is_builtin(path: str) -> bool:
-    """Whether ``actor.path`` means the built-in policy: by its name, or the folder of one that has trained already,
-    which is known by its chat template."""
+    """Return whether ``actor.path`` is the built-in policy: by name, or the folder of a trained one, which is
+    recognized by its chat template."""
     folder = Path(path).expanduser()
     return path in BUILTIN_PATHS or (
         folder.is_dir() and all(name in _chat_template(folder) for name in BUILTIN_VARIABLES)
@@ -268,130 +282,137 @@ def is_builtin(path: str) -> bool:
 
 
 def checkpoint_problems(role: str, path: str) -> Iterator[str]:
-    """A folder with a model's configuration must hold its weights, all files of them."""
+    """Yield what is missing of the weights in a folder with a model's configuration."""
     folder = Path(path).expanduser()
     if not (folder / "config.json").is_file():
         return
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         yield f"{role}.path={path}: the folder holds no weights (*.safetensors)"
-    # Only what transformers reads: a folder may keep the index of another format, whose files were left out.
+    # Check only the format that transformers reads: the folder may have the index of another one without its files.
     formats = (("model.safetensors", "*.safetensors"), ("pytorch_model.bin", "*.bin"))
-    whole = next((name for name, files in formats if any(folder.glob(files))), "")
-    index = folder / f"{whole}.index.json"
-    if whole and not (folder / whole).is_file() and index.is_file():
-        listed = _json(index).get("weight_map")
-        files = {str(name) for name in listed.values()} if isinstance(listed, dict) else set()
-        if lacking := sorted(name for name in files if not (folder / name).is_file()):
-            yield f"{role}.path={path}: {len(lacking)} of {len(files)} files of its weights are missing: {lacking[0]}"
+    single_file = next((name for name, files in formats if any(folder.glob(files))), "")
+    index = folder / f"{single_file}.index.json"
+    if single_file and not (folder / single_file).is_file() and index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        files = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+        if missing := sorted(name for name in files if not (folder / name).is_file()):
+            yield f"{role}.path={path}: {len(missing)} of {len(files)} files of its weights are missing: {missing[0]}"
 
 
 def _weights_problems(role: str, model: ModelConfig, folder: Path, max_total_tokens: int) -> Iterator[str]:
-    """What the configuration of a model says against it, and what does not fit together in its folder."""
+    """Yield reasons in a model's configuration why it cannot be trained, and mismatches between its files."""
     path = model.path
-    described = _json(folder / "config.json")
-    if not described:
+    model_config = _read_json(folder / "config.json")
+    if not model_config:
         yield f"{role}.path={path}: config.json describes no model"
         return
-    if problem := decoder_problem(described) or expert_problem(described, role, accepted=model.experts):
+    if problem := decoder_problem(model_config) or expert_problem(model_config, role, accepted=model.experts):
         yield f"{role}.path={path}: {problem}"
-    limit = context_limit(described)
+    limit = context_limit(model_config)
     if max_total_tokens > limit:
-        reason = context_reason(described)
+        reason = context_reason(model_config)
         yield f"rollout.max_total_tokens={max_total_tokens}: the context of {path} holds {limit} tokens{reason}"
-    if (size := _vocabulary(folder)) is None:
+    if (size := _vocabulary_size(folder)) is None:
         return
-    words, added = _ids(folder)
-    if (highest := max((*words.values(), *added.values()), default=-1)) >= size:
+    vocab, added = _token_ids(folder)
+    if (highest := max((*vocab.values(), *added.values()), default=-1)) >= size:
         yield f"{role}.path={path}: the tokenizer has the id {highest}, the model's vocabulary {size} tokens"
-    embedded = (shape[0] for name, shape in tensor_shapes(folder).items() if name.endswith(_EMBEDDINGS) and shape)
-    if (rows := next(embedded, size)) != size:
+    embedding_rows = (shape[0] for name, shape in tensor_shapes(folder).items() if name.endswith(_EMBEDDINGS) and shape)
+    if (rows := next(embedding_rows, size)) != size:
         yield f"{role}.path={path}: the checkpoint embeds {rows} tokens, config.json says vocab_size={size}"
 
 
 def vocabulary_problems(role: str, model: ModelConfig, actor: ModelConfig, builtin_vocab: int) -> Iterator[str]:
-    """A role that reads the actor's tokens must have as many, and a tokenizer of its own must give them the same ids,
-    as far as both folders say. ``builtin_vocab``: the number of tokens of the built-in policy, whose tokenizer is yet
-    to be made."""
-    folder, other = (Path(every.path).expanduser() for every in (model, actor))
-    made_here = {BUILTIN: builtin_vocab, BUILTIN_TINY: TINY_VOCAB}.get(actor.path)
-    size, wanted = _vocabulary(folder), made_here or _vocabulary(other)
-    if size is not None and wanted is not None and size != wanted:
+    """Yield how the vocabulary of a role that reads the actor's tokens differs from the actor's, in size or in
+    token ids, as far as both folders show it. ``builtin_vocab`` is the vocabulary size of the built-in policy,
+    whose tokenizer does not exist yet."""
+    folder = Path(model.path).expanduser()
+    actor_folder = Path(actor.path).expanduser()
+    builtin_size = {BUILTIN: builtin_vocab, BUILTIN_TINY: TINY_VOCAB}.get(actor.path)
+    size = _vocabulary_size(folder)
+    actor_size = builtin_size or _vocabulary_size(actor_folder)
+    if size is not None and actor_size is not None and size != actor_size:
         yield (
             f"{role}.path={model.path}: its vocabulary has {size} tokens, that of actor.path={actor.path} has "
-            f"{wanted}; the {role} reads the actor's tokens"
+            f"{actor_size}; the {role} reads the actor's tokens"
         )
-    elif not made_here and (difference := _other_ids(folder, other)):
+    elif not builtin_size and (difference := _compare_token_ids(folder, actor_folder)):
         yield (
             f"{role}.path={model.path}: its tokenizer {difference} of actor.path={actor.path}; the {role} reads the "
             "actor's tokens"
         )
 
 
-def _other_ids(folder: Path, other: Path) -> str:
-    """How the ids of two tokenizers differ, empty if they do not, or where that cannot be said. Tokens that one of them
-    added are not missed in the other."""
-    words, added = _ids(folder)
-    others, added_others = _ids(other)
-    mine, theirs = {**words, **added}, {**others, **added_others}
-    for word, number in mine.items():
-        if theirs.get(word, number) != number:
-            return f"gives {word[:40]!r} the id {number}, not {theirs[word]} as that"
-    at = {number: word for word, number in others.items()}
-    for word, number in words.items():
-        if at.get(number, word) != word:
-            return f"gives the id {number} to {word[:40]!r}, not to {at[number][:40]!r} as that"
+def _compare_token_ids(folder: Path, other: Path) -> str:
+    """Return how the token ids of two tokenizers differ, or "" if they do not or the files do not show it.
+
+    Added tokens that only one of them has are no difference."""
+    vocab, added = _token_ids(folder)
+    other_vocab, other_added = _token_ids(other)
+    all_ids = {**vocab, **added}
+    all_other_ids = {**other_vocab, **other_added}
+    for token, number in all_ids.items():
+        if all_other_ids.get(token, number) != number:
+            return f"gives {token[:40]!r} the id {number}, not {all_other_ids[token]} as that"
+    other_tokens = {number: token for token, number in other_vocab.items()}
+    for token, number in vocab.items():
+        if other_tokens.get(number, token) != token:
+            return f"gives the id {number} to {token[:40]!r}, not to {other_tokens[number][:40]!r} as that"
     return ""
 
 
-def _ids(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """The ids of the words of ``tokenizer.json``, and of the tokens added to them; empty where that cannot be said."""
-    held = _json(folder / "tokenizer.json")
-    model, added = held.get("model"), held.get("added_tokens")
-    words = model.get("vocab") if isinstance(model, dict) else None
-    pairs: Iterable[tuple[Any, Any]] = words.items() if isinstance(words, dict) else ()
-    if isinstance(words, list):  # Pieces with their scores, in the order of their ids.
-        pairs = ((piece[0], number) for number, piece in enumerate(words) if isinstance(piece, list) and piece)
+def _token_ids(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the ids of the vocabulary in ``tokenizer.json`` and of its added tokens; empty if not readable."""
+    tokenizer = _read_json(folder / "tokenizer.json")
+    model = tokenizer.get("model")
+    added = tokenizer.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    pairs: Iterable[tuple[Any, Any]] = vocab.items() if isinstance(vocab, dict) else ()
+    if isinstance(vocab, list):  # Unigram models list [piece, score] in the order of the ids.
+        pairs = ((piece[0], number) for number, piece in enumerate(vocab) if isinstance(piece, list) and piece)
     tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    return _whole(pairs), _whole((token.get("content"), token.get("id")) for token in tokens)
+    return _valid_pairs(pairs), _valid_pairs((token.get("content"), token.get("id")) for token in tokens)
 
 
-def _whole(pairs: Iterable[tuple[Any, Any]]) -> dict[str, int]:
-    return {word: number for word, number in pairs if isinstance(word, str) and isinstance(number, int)}
+def _valid_pairs(pairs: Iterable[tuple[Any, Any]]) -> dict[str, int]:
+    return {token: number for token, number in pairs if isinstance(token, str) and isinstance(number, int)}
 
 
-def _vocabulary(folder: Path) -> int | None:
-    held = _json(folder / "config.json")
-    inner = held.get("text_config")
-    size = held.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+def _vocabulary_size(folder: Path) -> int | None:
+    model_config = _read_json(folder / "config.json")
+    text_config = model_config.get("text_config")
+    size = model_config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
     return size if isinstance(size, int) else None
 
 
 def _chat_template(folder: Path) -> str:
-    """The text of all chat templates of a tokenizer; empty if there is none."""
+    """Return the text of all chat templates of a tokenizer, or "" without any."""
     files = [*folder.glob("chat_template*"), *folder.glob("additional_chat_templates/*")]
-    held = _json(folder / "tokenizer_config.json").get("chat_template") or ""
+    inline = _read_json(folder / "tokenizer_config.json").get("chat_template") or ""
     texts = [file.read_text(encoding="utf-8") for file in sorted(files) if file.is_file()]
-    return "\n".join([*texts, held if isinstance(held, str) else json.dumps(held)])
+    return "\n".join([*texts, inline if isinstance(inline, str) else json.dumps(inline)])
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file; {} if the file is missing, invalid or holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 _PACKAGE = "peft"
+"""Package that implements LoRA."""
 _BUILTIN_LAYERS = tuple(
     f"{part}.{name}_proj" for part, names in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))) for name in names
 )
-"""Linear layers of a block of the built-in policy."""
+"""Names of the linear layers in a block of the built-in policy."""
 
 
 def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
-    """Adapters need peft, a backend that knows them, and layers with the names of their targets, as far as the files of
-    the model say what it has."""
+    """Yield what prevents LoRA: a missing peft, a backend without adapters, or targets that no layer matches, as
+    far as the model's files show its layers."""
     lora = model.lora
     if not lora.rank:
         return
@@ -404,12 +425,12 @@ def adapter_problems(role: str, model: ModelConfig) -> Iterator[str]:
         )
     shapes = tensor_shapes(Path(model.path).expanduser()) if model.path not in BUILTIN_PATHS else {}
     linear = [name.removesuffix(".weight") for name, shape in shapes.items() if is_block_matrix(name, shape)]
-    layers = [name for name in linear if ".experts." not in name]  # those are parts of one tensor in the trainer
+    layers = [name for name in linear if ".experts." not in name]  # The trainer fuses experts into one tensor.
     layers = _BUILTIN_LAYERS if model.path in BUILTIN_PATHS else layers
     for target in lora.targets:
         if layers and not any(name == target or name.endswith(f".{target}") for name in layers):
-            there = sorted({name.rpartition(".")[2] for name in layers})
+            names = sorted({name.rpartition(".")[2] for name in layers})
             yield (
                 f"{role}.lora.targets: no linear layer of the blocks of {model.path} is called {target!r} (there are "
-                f"{', '.join(there)})"
+                f"{', '.join(names)})"
             )

@@ -1,7 +1,7 @@
-"""Composes the configuration of an experiment from the command line and YAML files through Hydra, with errors of one
-line.
+"""Composition of an experiment's configuration from the command line and YAML files, through Hydra, with one-line
+errors.
 
-Importing this module is cheap; Hydra is imported by ``compose_config``. torch is never imported here.
+Importing this module is cheap: Hydra is imported by ``compose_config``, and torch never.
 """
 
 from __future__ import annotations
@@ -19,60 +19,68 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from realhf.api.algorithm import is_own
 from realhf.api.config import ConfigError, ExperimentConfig
-from realhf.api.option import Found, sections, walk
+from realhf.api.option import NamedOption, sections, walk
 from realhf.base.installation import CONFIGS
 from realhf.base.plugin import absolute
 from realhf.launch.checks import BUILTIN, choose_engine, is_builtin, start_untrained
 from realhf.launch.plugins import (
     ExperimentFile,
-    bases_of,
+    base_experiments,
     load_experiment,
+    read_yaml_mapping,
     with_algorithm,
     with_scheduler,
-    yaml_map,
 )
 from realhf.registry import environments
 
 GROUPS = ("experiment", "model", "env", "scheduler")
+"""Configuration groups, whose files are selected with ``GROUP=NAME``."""
 BUILTIN_DEFAULTS = "builtin_policy.yaml"
-"""Holds what the built-in policy needs in place of the library's defaults, in the folder of configurations. What it
-needs in one environment stands in a file of that name, ``builtin_policy_NAME.yaml``."""
+"""File in the configuration folder with the defaults of the built-in policy, which replace the library's.
+``builtin_policy_NAME.yaml`` has those for the environment NAME."""
 
 
 class Composed(NamedTuple):
-    """A configuration, the file of its experiment, and who set which dotted options: the command line
-    (``overridden``), YAML files of the experiment (``written``: option to file), and the choices ``model=``, ``env=``,
-    ``scheduler=`` (``chosen``: choice to its options). ``warnings``: what was chosen for the person, if anything
-    was."""
+    """A composed configuration, and the origin of its values."""
 
     config: ExperimentConfig
+    """The configuration."""
     file: ExperimentFile
+    """The experiment's imported file."""
     overridden: tuple[str, ...]
+    """Options set on the command line, by dotted name."""
     written: Mapping[str, str]
+    """Options set by YAML files of the experiment, with the file."""
     chosen: Mapping[str, tuple[str, ...]]
+    """Options set by each choice ``model=``, ``env=`` or ``scheduler=``."""
     warnings: tuple[str, ...] = ()
+    """Warnings about automatic choices."""
 
 
 class Argument(NamedTuple):
-    """One ``key=value`` of the command line."""
+    """A ``key=value`` argument of the command line."""
 
     key: str
+    """Dotted name of an option, or a group."""
     value: str
+    """The text after the equals sign."""
 
 
 class EnvironmentMissing(ConfigError):
-    """The experiment plays any environment, and none is chosen."""
+    """No environment was chosen for an experiment that needs one."""
 
 
 def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Composed:
-    """The configuration for these ``key=value`` arguments. The experiment's file is imported for the class of its
-    configuration. Raises ConfigError that names the option."""
-    pairs = [_argument(text) for text in arguments]
+    """Return the configuration for ``key=value`` arguments.
+
+    Imports the experiment's file, which defines the class of the configuration. Raises ConfigError that names
+    the option."""
+    pairs = [_parse_argument(text) for text in arguments]
     given = {pair.key: pair.value for pair in pairs}
     user_file = _user_file(given.get("experiment_path"))
     if user_file is not None:
         given.setdefault("experiment", user_file.stem)
-    name = _experiment(given.get("experiment"), config_dir, user_file)
+    name = _check_experiment(given.get("experiment"), config_dir, user_file)
     own = user_file.with_suffix(".yaml") if user_file else config_dir / "experiment" / f"{name}.yaml"
     _check_choices(given, config_dir)
     environment = _chosen_path("env", given, config_dir, own)
@@ -101,19 +109,19 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
     if "env" in schema.sections and not hasattr(file.module, "config_class"):
         has = str(schema.options["env.path"].value) if "env.path" in schema.options else ""
         _check_environment(name, typed, environment, has, config_dir)
-    if given.get("env") not in (None, *_files("env", config_dir)):  # It has no settings to be read from a file.
+    if given.get("env") not in (None, *_files("env", config_dir)):  # A registered environment without a YAML file.
         given["env.path"] = given.pop("env")
     _check_texts(schema, given, config_dir, own, user_file)
-    # Options that hold a mapping have no fixed names inside, so Hydra has to be told that new ones are meant.
+    # Options that hold a mapping have no fixed keys, so Hydra needs "++" to accept new ones.
     overrides = [
-        f"{'++' if schema.mapping_of(key) else ''}{key}={_as_typed(schema.texts_of(key), value)}"
+        f"{'++' if schema.mapping_of(key) else ''}{key}={_quote_texts(schema.text_kind(key), value)}"
         for key, value in given.items()
         if key != "experiment_path"
     ]
     try:
-        config, defaults = _of_its_model(overrides, given, config_dir, schema, user_file, environment)
-    except _Unknown as unknown:
-        raise ConfigError(_unknown_option(unknown.option, name, schema, config_dir)) from None
+        config, defaults = _compose_with_defaults(overrides, given, config_dir, schema, user_file, environment)
+    except _UnknownOption as unknown:
+        raise ConfigError(_describe_unknown(unknown.option, name, schema, config_dir)) from None
     _check_scheduler(config, scheduler, own)
     _check_algorithm(config, algorithm, own)
     config.experiment_path = str(user_file) if user_file else None
@@ -123,38 +131,38 @@ def compose_config(arguments: Sequence[str], config_dir: Path = CONFIGS) -> Comp
         for group in GROUPS[1:]
         if group in given
     }
-    written = _written(config, schema, own, defaults)
-    elsewhere = {*overridden, *(option for options in chosen.values() for option in options)}
-    warnings = start_untrained(config), choose_engine(config, {*elsewhere, *written})
-    config.trial_name = config.trial_name or new_trial_name()
-    undone = {option for option in schema.set_in(own) if option not in written}
+    written = _options_in_yaml(config, schema, own, defaults)
+    set_elsewhere = {*overridden, *(option for options in chosen.values() for option in options)}
+    warnings = start_untrained(config), choose_engine(config, {*set_elsewhere, *written})
+    config.trial_name = config.trial_name or make_trial_name()
+    reverted = {option for option in schema.set_in(own) if option not in written}
     return Composed(
         config,
         file,
-        tuple(option for option in overridden if option not in undone),
-        {option: source for option, source in written.items() if option not in elsewhere},
+        tuple(option for option in overridden if option not in reverted),
+        {option: source for option, source in written.items() if option not in set_elsewhere},
         chosen,
         tuple(warning for warning in warnings if warning),
     )
 
 
-def new_trial_name() -> str:
-    """A name for a run that was given none: the time, and what tells launches of the same second apart."""
+def make_trial_name() -> str:
+    """Return a default trial name: the local time, and a random suffix for launches within the same second."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def shipped_schemas(config_dir: Path = CONFIGS) -> dict[str, Schema]:
-    """The options of every experiment in the tree whose file can be imported."""
-    found = {}
+    """Return the schema of each experiment of the package whose file can be imported."""
+    schemas = {}
     for name in experiment_names(config_dir):
         try:
-            found[name] = Schema(load_experiment(config_dir, name, None).config_class)
+            schemas[name] = Schema(load_experiment(config_dir, name, None).config_class)
         except ConfigError:
             continue
-    return found
+    return schemas
 
 
-def _of_its_model(
+def _compose_with_defaults(
     overrides: list[str],
     given: Mapping[str, str],
     config_dir: Path,
@@ -162,35 +170,41 @@ def _of_its_model(
     user_file: Path | None,
     environment: str | None,
 ) -> tuple[ExperimentConfig, Mapping[str, Any]]:
-    """The configuration, and the options whose defaults are those of the built-in policy (in this environment) and not
-    the library's, which suit pretrained models. What the actor and the environment are, any file may say, so a wrong
-    guess composes once more."""
+    """Return the configuration, and the defaults of the built-in policy that were applied, by option.
+
+    These defaults apply only if the actor is the built-in policy, some of them only in one environment. Any
+    file may set the actor and the environment, so both are guessed first, and the configuration is composed
+    again if the guess was wrong."""
     from omegaconf import OmegaConf
 
-    def files_of(builtin: bool, environment: str) -> list[Path]:
+    def default_files(builtin: bool, environment: str) -> list[Path]:
         general = config_dir / BUILTIN_DEFAULTS
         special = config_dir / f"{general.stem}_{environment}.yaml"
         return [general, *([special] if environment.isidentifier() and special.is_file() else [])] if builtin else []
 
-    small = (
+    builtin = (
         is_builtin(given["actor.path"]) if "actor.path" in given else given.get("model", BUILTIN).startswith(BUILTIN)
     )
-    wanted = files_of(small, environment or "")
-    for _ in range(3):  # The files that are left out or added may say once more what the others are.
-        files = wanted
+    next_files = default_files(builtin, environment or "")
+    for _ in range(3):  # Adding or removing default files may in turn change the actor or the environment.
+        files = next_files
         values = OmegaConf.to_container(OmegaConf.merge(*map(_read_yaml, files))) if files else {}
         config = _compose(overrides, config_dir, schema, user_file, cast("Mapping[str, Any]", values))
-        wanted = files_of(is_builtin(config.actor.path), getattr(getattr(config, "env", None), "path", ""))
-        if wanted == files:
+        next_files = default_files(is_builtin(config.actor.path), getattr(getattr(config, "env", None), "path", ""))
+        if next_files == files:
             break
     defaults = {name: value for file in files for name, value in schema.set_in(file).items()}
     return config, defaults
 
 
-def _written(config: ExperimentConfig, schema: Schema, own: Path, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """What YAML files of the experiment set: its own, and those that it builds on, of which only values are known that
-    differ from the library's, or from the built-in policy's ``defaults``. What one file sets and another, or the
-    command line, sets back to the library's value is as if nobody had set it."""
+def _options_in_yaml(
+    config: ExperimentConfig, schema: Schema, own: Path, defaults: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the options that YAML files of the experiment set, with the file.
+
+    For files that the experiment's own file builds on, only values that differ from the library's default (or
+    from the built-in policy's ``defaults``) are detected. An option that is set back to its default, by another
+    file or the command line, counts as not set."""
     options = schema.set_in(own)
     written = dict.fromkeys(options, own.name)
     builds_on = own.exists() and re.search(r"(?m)^defaults:", own.read_text("utf-8")) is not None
@@ -203,12 +217,12 @@ def _written(config: ExperimentConfig, schema: Schema, own: Path, defaults: Mapp
 
 
 def experiment_names(config_dir: Path = CONFIGS) -> list[str]:
-    """Names of the experiments in the tree."""
+    """Return the names of the experiments in the package."""
     return choices("experiment", config_dir)
 
 
 def choices(group: str, config_dir: Path = CONFIGS) -> list[str]:
-    """What may be chosen of a configuration group: its files, and every registered environment."""
+    """Return the names that can be selected in a group: its files, and for ``env`` all registered environments."""
     return sorted({*_files(group, config_dir), *(environments if group == "env" else ())})
 
 
@@ -216,7 +230,7 @@ def _files(group: str, config_dir: Path) -> list[str]:
     return [path.stem for path in (config_dir / group).glob("*.yaml")]
 
 
-def _argument(text: str) -> Argument:
+def _parse_argument(text: str) -> Argument:
     match = re.fullmatch(r"(\+{0,2})([A-Za-z_][\w.]*)=(.*)", text, re.DOTALL)
     if not match:
         raise ConfigError(f"argument {text!r} is not of the form key=value")
@@ -227,9 +241,10 @@ def _argument(text: str) -> Argument:
 
 
 def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Path, option: str = "path") -> str | None:
-    """The environment, scheduler or algorithm (``section``) that was chosen: by its ``option``, by the file of
-    ``section=NAME``, or by the experiment's YAML ``own``. A path in ``given`` becomes absolute, so that every process
-    finds it."""
+    """Return the chosen environment, scheduler or algorithm (``section``), or None.
+
+    It is chosen by ``option``, by the file of ``section=NAME``, or by the experiment's YAML file ``own``. A path
+    in ``given`` is made absolute, so that every process finds it."""
     name, option = option, f"{section}.{option}"
     if option in given:
         given[option] = absolute(given[option].strip("'\""))
@@ -243,19 +258,20 @@ def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Pat
     )
 
 
-def _check_environment(experiment: str, typed: str, chosen: str | None, has: str | None, config_dir: Path) -> None:
-    """Raise ConfigError where an environment was chosen, by the argument ``typed``, for an experiment that has one of
-    its own: ``has``, empty for one without a name, None where there is none."""
-    if not typed or has in (None, chosen):
+def _check_environment(experiment: str, typed: str, chosen: str | None, fixed: str | None, config_dir: Path) -> None:
+    """Raise ConfigError if the argument ``typed`` chooses an environment for an experiment with a fixed one.
+
+    ``fixed`` is that environment, "" for one without a name, None if the experiment has none."""
+    if not typed or fixed in (None, chosen):
         return
-    general = experiment.replace(f"_{has}", "") if has else ""
+    general = experiment.replace(f"_{fixed}", "") if fixed else ""
     general = general if general != experiment and general in experiment_names(config_dir) else "grpo"
-    owned = f"the environment {has}" if has else "an environment of its own"
+    owned = f"the environment {fixed}" if fixed else "an environment of its own"
     raise ConfigError(f"{typed}: experiment {experiment} has {owned}; type experiment={general} {typed}")
 
 
 def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
-    """Raise ConfigError for a scheduler that was set where nobody looked for its options."""
+    """Raise ConfigError for a scheduler that was set in a file which is read too late to add its options."""
     if absolute(config.scheduler.path) != absolute(chosen or ExperimentConfig().scheduler.path):
         raise ConfigError(
             f"scheduler.path={config.scheduler.path}: set it in {own.name} or on the command line; no "
@@ -264,7 +280,7 @@ def _check_scheduler(config: ExperimentConfig, chosen: str | None, own: Path) ->
 
 
 def _check_algorithm(config: ExperimentConfig, chosen: str | None, own: Path) -> None:
-    """Raise ConfigError for an algorithm of somebody's own that was set where nobody looked for its options."""
+    """Raise ConfigError for a custom algorithm that was set in a file which is read too late to add its options."""
     section: Any = getattr(config, "ppo", None)
     algo = getattr(section, "algo", "")
     if is_own(algo) and absolute(algo) != absolute(chosen or ""):
@@ -274,16 +290,17 @@ def _check_algorithm(config: ExperimentConfig, chosen: str | None, own: Path) ->
 def _path_in(
     path: Path, section: str, option: str = "path", bases: Path | None = None, seen: frozenset[str] = frozenset()
 ) -> str | None:
-    """What a YAML file sets as ``section.option``, or what it builds on, which lies in the folder ``bases``. ``seen``:
-    the files that build on it."""
-    content = yaml_map(path)
+    """Return ``section.option`` as set by a YAML file, or by the files in the folder ``bases`` that it builds on.
+
+    ``seen`` are the files that build on it, to end cycles."""
+    content = read_yaml_mapping(path)
     part = content.get(section)
-    found = part.get(option) if isinstance(part, dict) else None
-    if isinstance(found, str) or bases is None:
-        return found if isinstance(found, str) else None
-    below = (base for base in reversed(bases_of(content, path)) if base not in seen)
-    found = (_path_in(bases / f"{base}.yaml", section, option, bases, seen | {path.stem}) for base in below)
-    return next((given for given in found if given is not None), None)
+    value = part.get(option) if isinstance(part, dict) else None
+    if isinstance(value, str) or bases is None:
+        return value if isinstance(value, str) else None
+    base_names = (base for base in reversed(base_experiments(content, path)) if base not in seen)
+    values = (_path_in(bases / f"{base}.yaml", section, option, bases, seen | {path.stem}) for base in base_names)
+    return next((inherited for inherited in values if inherited is not None), None)
 
 
 def _user_file(text: str | None) -> Path | None:
@@ -296,14 +313,14 @@ def _user_file(text: str | None) -> Path | None:
 
 
 def _check_choices(given: Mapping[str, str], config_dir: Path) -> None:
-    """Raise ConfigError for a choice that does not exist."""
+    """Raise ConfigError for a choice ``GROUP=NAME`` that does not exist."""
     own = {
         "env": " One of your own: env.path=FILE.py:Name",
         "scheduler": " One of your own: scheduler.path=FILE.py:Name",
     }
     for key in GROUPS[1:]:
         if key in given and given[key] not in (names := choices(key, config_dir)):
-            raise ConfigError(f"{key}={given[key]}: {_unknown('choice', given[key], names)}{own.get(key, '')}")
+            raise ConfigError(f"{key}={given[key]}: {_unknown_name('choice', given[key], names)}{own.get(key, '')}")
 
 
 def _check_names(pairs: Sequence[Argument], experiment: str, schema: Schema, config_dir: Path) -> None:
@@ -317,11 +334,11 @@ def _check_names(pairs: Sequence[Argument], experiment: str, schema: Schema, con
                 f"{next(name for name in schema.options if name.startswith(f'{key}.'))}=..."
             )
         elif key != "experiment" and key not in schema.options and not schema.mapping_of(key):
-            raise ConfigError(_unknown_option(key, experiment, schema, config_dir))
+            raise ConfigError(_describe_unknown(key, experiment, schema, config_dir))
 
 
-def _unknown_option(name: str, experiment: str, schema: Schema, config_dir: Path) -> str:
-    """What is said about an option that the experiment does not have; others may."""
+def _describe_unknown(name: str, experiment: str, schema: Schema, config_dir: Path) -> str:
+    """Return the error message about an option that the experiment does not have, with those that have it."""
     owners = [
         other for other, its in shipped_schemas(config_dir).items() if name in its.options or name in its.sections
     ]
@@ -330,47 +347,50 @@ def _unknown_option(name: str, experiment: str, schema: Schema, config_dir: Path
     return schema.unknown(name)
 
 
-def _experiment(name: str | None, config_dir: Path, user_file: Path | None) -> str:
+def _check_experiment(name: str | None, config_dir: Path, user_file: Path | None) -> str:
+    """Return the name of the experiment. Raises ConfigError if it is missing or unknown."""
     names = experiment_names(config_dir) + ([user_file.stem] if user_file else [])
     if not name:
         raise ConfigError(f"experiment=NAME is missing (known: {', '.join(names)})")
     if name not in names:
-        raise ConfigError(f"experiment={name}: {_unknown('experiment', name, names)}")
+        raise ConfigError(f"experiment={name}: {_unknown_name('experiment', name, names)}")
     return name
 
 
-def _unknown(what: str, name: str, known: Sequence[str]) -> str:
+def _unknown_name(what: str, name: str, known: Sequence[str]) -> str:
     if close := close_name(name, known):
         return f"unknown {what} {name!r}; did you mean {close!r}?"
     return f"unknown {what} {name!r} (known: {', '.join(known)})"
 
 
-Texts = Literal["", "one", "list"]
-"""Whether an option holds a text, a list of texts, or something else."""
+TextKind = Literal["", "one", "list"]
+"""Whether an option is a string ("one"), a list of strings ("list"), or something else ("")."""
 _ITEM = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^'"\[\]{}(),]*""")
+"""An item of a list: a quoted or an unquoted string."""
 
 
-def _as_typed(texts: Texts, value: str) -> str:
-    """Return the value of the command line with quotes around what Hydra would read as a number or a truth value, where
-    the option holds ``texts``: ``1e5`` is to stay what was typed."""
-    if texts == "one":
-        return _quoted(value)
+def _quote_texts(kind: TextKind, value: str) -> str:
+    """Return a command-line value with quotes around strings that Hydra would read as a number or boolean, so that
+    ``1e5`` remains a string."""
+    if kind == "one":
+        return _quote(value)
     inner = value.strip()
-    if texts == "list" and inner.startswith("[") and inner.endswith("]"):
+    if kind == "list" and inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1]
         items = []
         while match := _ITEM.match(inner):
-            items.append(_quoted(match[0].strip()))
+            items.append(_quote(match[0].strip()))
             inner = inner[match.end() :]
             if not inner.startswith(","):
                 break
             inner = inner[1:]
         if not inner:
             return f"[{','.join(items)}]"
-    return value  # Hydra says what is wrong with it.
+    return value  # Not a list: Hydra reports what is wrong with it.
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
+    """Return ``text`` in quotes if Hydra would read it as a number or boolean, else unchanged."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -382,8 +402,8 @@ def _quoted(text: str) -> str:
 
 
 def _check_texts(schema: Schema, given: Mapping[str, str], config_dir: Path, own: Path, user_file: Path | None) -> None:
-    """Raise ConfigError for a text without quotes in a YAML file that YAML reads as another value, whose text is not
-    the one that stands there."""
+    """Raise ConfigError for an unquoted string in a YAML file that YAML reads as another value with a different
+    text, such as ``1e5`` as 100000.0."""
     import yaml
     from omegaconf import OmegaConf
 
@@ -395,31 +415,31 @@ def _check_texts(schema: Schema, given: Mapping[str, str], config_dir: Path, own
     for path, group in _yaml_files(given, config_dir, own):
         for name, raw in schema.plain_texts(path, group):
             value = read(raw)
-            whole = isinstance(value, (str, int, float)) and str(value) == raw
-            if value is not None and not whole:
+            unchanged = isinstance(value, (str, int, float)) and str(value) == raw
+            if value is not None and not unchanged:
                 raise ConfigError(
                     f"{path}: {name}: {raw} is {value!r} in YAML and the option is a text; put it in quotes: '{raw}'"
                 )
 
 
 def _yaml_files(given: Mapping[str, str], config_dir: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the YAML files that a configuration is made of, each with the group that it belongs to: that of the
-    experiment, those it builds on, and those that they or the command line choose."""
+    """Yield the YAML files of a configuration with their group ("" for experiments): the experiment's file, those it
+    builds on, and those that they or the command line choose."""
     chosen = {(group, given[group]) for group in GROUPS[1:] if group in given}
-    found = [own]
-    for path in found:
-        content = yaml_map(path)
-        bases = (config_dir / "experiment" / f"{base}.yaml" for base in bases_of(content, path))
-        found += [base for base in bases if base not in found]
+    experiment_files = [own]
+    for path in experiment_files:
+        content = read_yaml_mapping(path)
+        bases = (config_dir / "experiment" / f"{base}.yaml" for base in base_experiments(content, path))
+        experiment_files += [base for base in bases if base not in experiment_files]
         for entry in content.get("defaults") or []:
             for group, choice in entry.items() if isinstance(entry, dict) else ():
                 chosen.add((str(group).removeprefix("override ").strip(" /").partition("@")[0], str(choice)))
-    yield from ((path, "") for path in found)
+    yield from ((path, "") for path in experiment_files)
     yield from ((config_dir / group / f"{choice}.yaml", group) for group, choice in sorted(chosen))
 
 
-class _Unknown(Exception):
-    """A YAML file sets an option that does not exist."""
+class _UnknownOption(Exception):
+    """An option in a YAML file that does not exist."""
 
     def __init__(self, option: str) -> None:
         super().__init__(option)
@@ -429,6 +449,7 @@ class _Unknown(Exception):
 def _compose(
     overrides: list[str], config_dir: Path, schema: Schema, user_file: Path | None, policy_defaults: Mapping[str, Any]
 ) -> ExperimentConfig:
+    """Compose the configuration with Hydra. Raises ConfigError or _UnknownOption."""
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -437,9 +458,10 @@ def _compose(
 
     store = ConfigStore.instance()
     try:
-        store.store(name="base_config", node=_declared(schema.kind))
+        store.store(name="base_config", node=_structured_config(schema.kind))
     except (OmegaConfBaseException, ValueError) as error:
-        what, key = str(error).splitlines()[0], getattr(error, "full_key", "")
+        what = str(error).splitlines()[0]
+        key = getattr(error, "full_key", "")
         raise ConfigError(f"the option {key!r} of {schema.kind.__name__} cannot be declared so: {what}") from None
     store.store(name="policy_defaults", node=dict(policy_defaults))
     if user_file is not None:
@@ -450,21 +472,21 @@ def _compose(
             composed = compose("config", overrides=overrides)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        _raise_plain(error, overrides)
+        _raise_one_line(error, overrides)
     assert isinstance(config, schema.kind)
     return config
 
 
 @lru_cache(maxsize=8)
-def _declared(kind: type[ExperimentConfig]) -> Any:
-    """What Hydra knows of a configuration class. It copies what it is given, so this is made once."""
+def _structured_config(kind: type[ExperimentConfig]) -> Any:
+    """Return the OmegaConf schema of a configuration class. It can be cached because Hydra copies it."""
     from omegaconf import OmegaConf
 
     return OmegaConf.structured(kind)
 
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
-    """What a YAML file says; {} where there is none (then the library's defaults hold)."""
+    """Return the mapping in a YAML file, {} if the file does not exist. Raises ConfigError for any other content."""
     import yaml
 
     try:
@@ -476,8 +498,8 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _raise_plain(error: Exception, overrides: Sequence[str]) -> NoReturn:
-    """One line that names the option, out of Hydra's chain of exceptions."""
+def _raise_one_line(error: Exception, overrides: Sequence[str]) -> NoReturn:
+    """Raise ConfigError with one line that names the option, extracted from Hydra's chain of exceptions."""
     unparsed = getattr(error, "override", None)
     if unparsed:
         raise ConfigError(f"{unparsed}: not a value; text with special characters needs quotes") from None
@@ -487,58 +509,60 @@ def _raise_plain(error: Exception, overrides: Sequence[str]) -> NoReturn:
     lines = [line.strip() for line in f"{cause}\n{error}".splitlines() if line.strip()]
     lines = [line for line in lines if not line.endswith("raised while composing config:")] or lines
     full_key = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
-    given = next((text for text in overrides if text.partition("=")[0] == full_key), full_key)
+    override = next((text for text in overrides if text.partition("=")[0] == full_key), full_key)
     name = re.search(r"Key '([\w.]+)' (?:is )?not in", lines[0])
     if name:
-        raise _Unknown(full_key or name.group(1)) from None
-    raise ConfigError(f"{given}: {lines[0]}" if given and given not in lines[0] else lines[0]) from None
+        raise _UnknownOption(full_key or name.group(1)) from None
+    raise ConfigError(f"{override}: {lines[0]}" if override and override not in lines[0] else lines[0]) from None
 
 
 class Schema:
-    """The options of one configuration class, with their defaults."""
+    """The options and sections of a configuration class, with their defaults."""
 
     def __init__(self, kind: type[ExperimentConfig] = ExperimentConfig) -> None:
         self.kind = kind
 
     @cached_property
-    def options(self) -> Mapping[str, Found]:
-        """Dotted name to option, in the order of the dataclasses; the value is the default."""
-        return {found.name: found for found in walk(self.kind())}
+    def options(self) -> Mapping[str, NamedOption]:
+        """The options by dotted name, in the order of the fields; their values are the defaults."""
+        return {named.name: named for named in walk(self.kind())}
 
     @cached_property
     def sections(self) -> Mapping[str, Any]:
-        """Dotted name to a section with its defaults, the whole configuration left out."""
+        """The sections with their defaults, by dotted name, without the configuration as a whole."""
         return {name: part for name, part in sections(self.kind()) if name}
 
     @cached_property
     def _types(self) -> Mapping[str, Any]:
-        """Dotted name to the type of an option. Raises ConfigError for one that means nothing where it is written."""
-        found = {}
+        """The types of options and sections by dotted name. Raises ConfigError for an annotation that cannot be
+        evaluated."""
+        types = {}
         for name, part in sections(self.kind()):
             try:
                 hints = typing.get_type_hints(type(part))
             except (NameError, TypeError, AttributeError) as error:
                 raise ConfigError(f"the options of {type(part).__name__} cannot be declared so: {error}") from None
-            found |= {f"{name}.{field}" if name else field: kind for field, kind in hints.items()}
-        return found
+            types |= {f"{name}.{field}" if name else field: kind for field, kind in hints.items()}
+        return types
 
-    def texts_of(self, key: str) -> Texts:
-        """Whether an option, or a name in one that holds a mapping, is a text or a list of texts; either may be
-        null. A group is chosen by a text."""
+    def text_kind(self, key: str) -> TextKind:
+        """Return whether an option, or a key of a mapping option, is a string or a list of strings, possibly
+        nullable. Groups are strings."""
         if key in GROUPS:
             return "one"
         mapping = self.mapping_of(key)
-        kind = _not_null(self._types.get(mapping or key))
+        kind = _without_null(self._types.get(mapping or key))
         if mapping and mapping != key:
-            kind = _not_null((*typing.get_args(kind), None, None)[1])
+            kind = _without_null((*typing.get_args(kind), None, None)[1])
         if kind is str:
             return "one"
         is_list = typing.get_origin(kind) in (list, tuple)
-        return "list" if is_list and _not_null(typing.get_args(kind)[0]) is str else ""
+        return "list" if is_list and _without_null(typing.get_args(kind)[0]) is str else ""
 
     def plain_texts(self, path: Path, group: str = "") -> Iterator[tuple[str, str]]:
-        """Yield the dotted options that hold texts with what a YAML file says for them without quotes, as it stands
-        there. ``group``: see ``set_in``."""
+        """Yield each unquoted string value of a YAML file as the option's dotted name and the raw text.
+
+        ``group``: see ``set_in``."""
         import yaml
 
         def scalars(node: Any, name: str) -> Iterator[tuple[str, str]]:
@@ -546,9 +570,9 @@ class Schema:
                 for key, value in node.value:
                     yield from scalars(value, f"{name}.{key.value}" if name else str(key.value))
                 return
-            texts = self.texts_of(name)
+            kind = self.text_kind(name)
             items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-            if texts == ("list" if isinstance(node, yaml.SequenceNode) else "one"):
+            if kind == ("list" if isinstance(node, yaml.SequenceNode) else "one"):
                 plain = (item for item in items if isinstance(item, yaml.ScalarNode) and item.style is None)
                 yield from ((name, item.value) for item in plain)
 
@@ -557,25 +581,27 @@ class Schema:
         yield from scalars(root, group if "@package _global_" not in text else "")
 
     def mapping_of(self, key: str) -> str:
-        """The option that holds a mapping and that ``key`` is, or is a name in; empty if there is none."""
-        mappings = (name for name, found in self.options.items() if isinstance(found.value, dict))
+        """Return the mapping option that ``key`` names or is a key of; "" if there is none."""
+        mappings = (name for name, named in self.options.items() if isinstance(named.value, dict))
         return next((name for name in mappings if key == name or key.startswith(f"{name}.")), "")
 
     def unknown(self, name: str) -> str:
-        """What is said about an option that does not exist: the closest one, with its sentence."""
+        """Return the error message about an unknown option: the closest one, with its description."""
         close = close_name(name, [*self.options]) or self._same_leaf(name)
         if not close:
             return f"unknown option {name!r}"
         return f"unknown option {name!r}; did you mean {close!r}? {self.options[close].option.about}".rstrip()
 
     def _same_leaf(self, name: str) -> str:
-        """An option whose last part resembles the last part of ``name`` (``lr`` finds ``actor.optimizer.lr``)."""
+        """Return an option whose last part resembles that of ``name`` (``lr`` finds ``actor.optimizer.lr``), or ""."""
         leaves = {option.rpartition(".")[2]: option for option in reversed([*self.options])}
         return leaves.get(close_name(name.rpartition(".")[2], [*leaves], cutoff=0.75), "")
 
     def set_in(self, path: Path, group: str = "") -> dict[str, Any]:
-        """The dotted options that a YAML file sets itself, with their values; {} if there is no such file. What a file
-        of a ``group`` says is about the section of that name, unless its first line says ``@package _global_``."""
+        """Return the options that a YAML file itself sets, by dotted name; {} if the file does not exist.
+
+        The options of a group's file belong to the section of that name, unless the file contains
+        ``@package _global_``."""
         import yaml
 
         def flat(part: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -591,8 +617,8 @@ class Schema:
         return {name: value for name, value in flat(yaml.safe_load(text) or {}, prefix) if name in self.options}
 
 
-def _not_null(kind: Any) -> Any:
-    """Return the type of what an option holds that is not null."""
+def _without_null(kind: Any) -> Any:
+    """Return a type without None, if a single one remains."""
     if typing.get_origin(kind) not in (typing.Union, UnionType):
         return kind
     kinds = [each for each in typing.get_args(kind) if each is not NoneType]
@@ -600,5 +626,5 @@ def _not_null(kind: Any) -> Any:
 
 
 def close_name(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
-    """The known name that resembles ``name`` most, empty if none does."""
+    """Return the known name that resembles ``name`` most, or "" if none does."""
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), "")

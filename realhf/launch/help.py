@@ -1,4 +1,5 @@
-"""What the fields of a configuration say about themselves, as text for a terminal and as the reference of options.
+"""Documentation of all options, generated from the fields of the configuration: the text of ``--help`` and the
+reference page.
 
 python -m realhf.launch --options-reference
 """
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from realhf.api.config import ExperimentConfig
-from realhf.api.option import REFERENCE, Found, Option, walk
+from realhf.api.option import REFERENCE, NamedOption, Option, walk
 from realhf.base.installation import CONFIGS
 from realhf.env.loader.load import with_environment
 from realhf.launch.compose import GROUPS, EnvironmentMissing, Schema, choices, compose_config, shipped_schemas
@@ -20,32 +21,32 @@ from realhf.launch.plugins import with_scheduler
 from realhf.registry import environments, registered_names, schedulers
 
 _COLUMN = 44
-"""Where the sentences begin, unless an option is longer."""
+"""Column in which the descriptions begin, unless an option is longer."""
 _ANY_ENVIRONMENT = "countdown"
-"""Stands for the environment where an experiment is only described; its own options are left out."""
+"""Environment used to describe an experiment for which none was chosen; its own options are omitted."""
 _USAGE = """usage: python -m realhf.launch experiment=NAME [key=value ...]
        python -m realhf.launch --version
 
 {groups}
 
-An experiment file of your own: +experiment_path=FILE.py (its options in FILE.yaml beside it).
+A custom experiment: +experiment_path=FILE.py (its options in FILE.yaml in the same folder).
 Modes: mode=check validates, mode=graph prints the dataflow graph, mode=run (default) trains.
 Options of one experiment, with its own values: experiment=NAME --help
 
 Options with the library's defaults:"""
 _HEAD = """# Options
 
-Every option of `python -m realhf.launch`, with the library's default; an experiment's YAML changes some of them, and
-`python -m realhf.launch experiment=NAME --help` shows what it makes of them. Which value wins:
-[running.md](../running.md#which-value-wins). The last column says whether a run that goes on after a checkpoint may
-have another value than before: *free*, it may; *warns*, it may from that step on, and says so; *refuses*, it would be
-another experiment ([running.md](../running.md#going-on-with-a-run)). This page is made from the fields of the
-configuration: `python -m realhf.launch --options-reference > docs/reference/{page}`.
+Every option of `python -m realhf.launch`, with the library's default. An experiment's YAML overrides some of them;
+`python -m realhf.launch experiment=NAME --help` shows the resulting values. Precedence:
+[running.md](../running.md#which-value-wins). The last column tells whether the value may change when a run
+resumes from a checkpoint: *free*, it may; *warns*, it may from that step on, with a warning; *refuses*, it may
+not, since it would be another experiment ([running.md](../running.md#going-on-with-a-run)). This page is
+generated from the fields of the configuration: `python -m realhf.launch --options-reference > docs/reference/{page}`.
 """
 
 
 def help_text(config_dir: Path = CONFIGS) -> str:
-    """Usage, the choices of every group, and all options with the library's defaults."""
+    """Return the usage, the choices of each group, and all options with the library's defaults."""
     groups = "\n".join(f"  {group:11}{', '.join(choices(group, config_dir))}" for group in GROUPS)
     lines = [_USAGE.format(groups=groups), *_terminal(Schema().options.values())]
     for section, (owners, schema) in _own_sections(config_dir).items():
@@ -58,23 +59,26 @@ def help_text(config_dir: Path = CONFIGS) -> str:
 
 
 def experiment_help(arguments: Sequence[str], config_dir: Path = CONFIGS) -> str:
-    """The options of one experiment, with the values that its YAML and the command line give them. An environment need
-    not be chosen: without one its own options are missing. Raises ConfigError."""
+    """Return the options of one experiment, with the values of its YAML and the command line.
+
+    Without an environment among ``arguments`` the environment's options are omitted. Raises ConfigError."""
+    has_environment = True
     try:
-        composed, chosen = compose_config(arguments, config_dir), True
+        composed = compose_config(arguments, config_dir)
     except EnvironmentMissing:
-        composed, chosen = compose_config([*arguments, f"env.path={_ANY_ENVIRONMENT}"], config_dir), False
+        has_environment = False
+        composed = compose_config([*arguments, f"env.path={_ANY_ENVIRONMENT}"], config_dir)
     about = inspect.getdoc(composed.file.module) or ""
     lines = [f"{composed.file.name}: {about}", "", "Options with the values of this experiment:"]
-    options = [found for found in walk(composed.config) if chosen or not found.name.startswith("env.")]
-    if not chosen:
+    options = [named for named in walk(composed.config) if has_environment or not named.name.startswith("env.")]
+    if not has_environment:
         more = f"choose an environment with env=NAME ({', '.join(environments)}) or env.path=FILE.py:Name"
         lines.insert(2, f"To run it, {more}; with one --help shows its options and the values that it changes, too.\n")
     return "\n".join([*lines, *_terminal(options)])
 
 
 def options_reference(config_dir: Path = CONFIGS) -> str:
-    """The page that lists every option, as Markdown."""
+    """Return the reference page of all options, as Markdown."""
     common = Schema()
     parts = [
         _HEAD.format(page="options.md"),
@@ -95,75 +99,78 @@ def options_reference(config_dir: Path = CONFIGS) -> str:
 
 
 def environment_schemas() -> Mapping[str, Schema]:
-    """The section ``env`` of every registered environment."""
+    """Return a schema with the section ``env`` of each registered environment."""
     return {name: Schema(with_environment(ExperimentConfig, name)) for name in environments}
 
 
 def scheduler_schemas() -> Mapping[str, Schema]:
-    """The section ``scheduler`` of every registered scheduler that has options of its own."""
-    found = {name: Schema(with_scheduler(ExperimentConfig, name)) for name in schedulers}
-    return {name: schema for name, schema in found.items() if any(_scheduler_options(schema))}
+    """Return a schema with the section ``scheduler`` of each registered scheduler that has options."""
+    schemas = {name: Schema(with_scheduler(ExperimentConfig, name)) for name in schedulers}
+    return {name: schema for name, schema in schemas.items() if any(_scheduler_options(schema))}
 
 
-def _scheduler_options(schema: Schema) -> Iterator[Found]:
-    """The options of a scheduler, without the one that chooses it."""
-    return (found for found in _within(schema, "scheduler") if found.name != "scheduler.path")
+def _scheduler_options(schema: Schema) -> Iterator[NamedOption]:
+    """Return the options of a scheduler, except the one that selects it."""
+    return (named for named in _within(schema, "scheduler") if named.name != "scheduler.path")
 
 
 def _own_sections(config_dir: Path) -> Mapping[str, tuple[list[str], Schema]]:
-    """The sections that shipped experiments add, other than their environment's: who has each of them, and where it is
-    described."""
-    common, found = Schema().sections, {}
+    """Return the sections that shipped experiments add, except ``env``: the experiments that have the section, and
+    a schema that contains it."""
+    common = Schema().sections
+    owners = {}
     for name, schema in shipped_schemas(config_dir).items():
         for section in schema.sections:
             if section not in common and section != "env":
-                found.setdefault(section, ([], schema))[0].append(name)
-    return found
+                owners.setdefault(section, ([], schema))[0].append(name)
+    return owners
 
 
 def _chapter(section: str, schema: Schema, aside: str = "") -> list[str]:
-    """A section of the page: its docstring and its table."""
+    """Return the chapter about a section: its heading, its docstring followed by ``aside``, and its table."""
     kind = type(schema.sections[section])
     about = (inspect.getdoc(kind) or "").replace("``", "`")
     return [f"## {section}\n", f"{about}{aside}\n", _table(_within(schema, section))]
 
 
-def _within(schema: Schema, section: str) -> Iterator[Found]:
-    """The options of a section, without those of the sections in it."""
-    return (found for found in schema.options.values() if found.name.rpartition(".")[0] == section)
+def _within(schema: Schema, section: str) -> Iterator[NamedOption]:
+    """Return the options of a section, without those of its subsections."""
+    return (named for named in schema.options.values() if named.name.rpartition(".")[0] == section)
 
 
-def _terminal(options: Iterable[Found]) -> Iterator[str]:
-    """A line for each option, an empty one between sections."""
+def _terminal(options: Iterable[NamedOption]) -> Iterator[str]:
+    """Yield a line per option, with empty lines between sections."""
     section = ""
-    for name, about, value in options:
+    for name, option, value in options:
         if (head := name.rpartition(".")[0]) != section:
             yield ""
             section = head
-        given = f"  {name}={_shown(value)}"
-        allowed = f" [{text}]" if (text := _allowed(about, value)) else ""
-        yield f"{given:{_COLUMN}} {about.about}{allowed}".rstrip()
+        assignment = f"  {name}={_format_value(value)}"
+        allowed = f" [{text}]" if (text := _allowed_values(option, value)) else ""
+        yield f"{assignment:{_COLUMN}} {option.about}{allowed}".rstrip()
 
 
-def _table(options: Iterable[Found]) -> str:
-    rows = ["| option | default | says | allowed | on resume |", "|---|---|---|---|---|"]
-    for name, about, value in options:
-        default = f"`{text}`" if (text := _shown(value)) else ""
-        rows.append(f"| `{name}` | {default} | {about.about} | {_allowed(about, value)} | {about.on_resume} |")
+def _table(options: Iterable[NamedOption]) -> str:
+    rows = ["| option | default | description | allowed | on resume |", "|---|---|---|---|---|"]
+    for name, option, value in options:
+        default = f"`{text}`" if (text := _format_value(value)) else ""
+        rows.append(
+            f"| `{name}` | {default} | {option.about} | {_allowed_values(option, value)} | {option.on_resume} |"
+        )
     return "\n".join([*rows, ""])
 
 
-def _allowed(about: Option, value: Any) -> str:
-    """Bounds or choices, as short as they can be said."""
-    if about.registry:
-        return ", ".join(registered_names(about.registry))
-    if about.choices:
-        return ", ".join([*about.choices, *([REFERENCE] if about.reference else [])])
-    return ", ".join(item.value for item in type(value)) if isinstance(value, Enum) else about.bound()
+def _allowed_values(option: Option, value: Any) -> str:
+    """Return the bounds or choices of an option as text."""
+    if option.registry:
+        return ", ".join(registered_names(option.registry))
+    if option.choices:
+        return ", ".join([*option.choices, *([REFERENCE] if option.reference else [])])
+    return ", ".join(item.value for item in type(value)) if isinstance(value, Enum) else option.bound()
 
 
-def _shown(value: Any) -> str:
-    """A value as it is written on the command line; nothing for none."""
+def _format_value(value: Any) -> str:
+    """Return a value as it is written on the command line; "" for None and for a required option."""
     if value is None or value == "???":
         return ""
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Turns SIGINT and SIGTERM of a launch into a stop that first saves a checkpoint, or into an exception."""
+"""Handling of SIGINT and SIGTERM in the launcher: a stop that first saves a checkpoint, or an exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM reached the launcher. ``outcome`` says what the run saved because of it."""
+    """Stop of a launch by SIGINT or SIGTERM. ``outcome`` tells what the run saved."""
 
     def __init__(self, signum: int, outcome: str = "") -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}" + (f"; {outcome}" if outcome else ""))
@@ -20,24 +20,23 @@ class Interrupted(Exception):
 
 
 class StopSignals:
-    """Decides what a signal does to a launch.
+    """Signal handlers of a launch.
 
-    As long as the run can save its progress (``deferred``), the first signal raises nothing: it stands in
-    ``requested`` until the launcher's loop sees it. Otherwise, and from the second one on, a signal raises
-    ``Interrupted`` in the main thread. Once that was raised, further signals are ignored, so that nothing
-    disturbs the clean-up.
+    While the run can save its progress (``deferred``), the first signal only sets ``requested``, which the
+    launcher's loop checks. Otherwise, and from the second signal on, a signal raises ``Interrupted`` in the main
+    thread. Signals after that are ignored, so that they do not disturb the clean-up.
     """
 
     def __init__(self) -> None:
         self.requested: int | None = None
-        """The signal that asked the run to save and stop; None as long as there was none."""
+        """The signal that asked the run to save and stop, if any."""
         self.deferred = False
-        """Whether the first signal waits for a checkpoint."""
+        """Whether the first signal lets the run save a checkpoint instead of raising ``Interrupted``."""
         self._raised = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle both signals within the block; the handlers of before come back at its end."""
+        """Install the handlers within the block, and restore the previous ones afterwards."""
         previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
         try:
             yield
@@ -58,7 +57,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back until the block is over, in the main thread: a clean-up that they interrupt leaves
+    """Defer SIGINT and SIGTERM until the end of the block, in the main thread. An interrupted clean-up would leave
     processes behind."""
     received: list[int] = []
     numbers = STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ()

@@ -1,4 +1,5 @@
-"""Finds the parts that a person chooses: the file of an experiment with its configuration class, and the scheduler."""
+"""Loading of user-selected components: the experiment's file with its configuration class, the scheduler, and the
+options of a custom algorithm."""
 
 from __future__ import annotations
 
@@ -21,21 +22,26 @@ from realhf.scheduler.base import Scheduler, SchedulerDefinition
 
 
 class ExperimentFile(NamedTuple):
-    """An imported experiment. ``plugin``: what every process of the run imports, a module or a file."""
+    """An imported experiment."""
 
     name: str
+    """Name of the experiment."""
     plugin: str
+    """Module or file that every process of the run imports."""
     module: ModuleType
+    """The imported module, which defines ``build``."""
     config_class: type[ExperimentConfig]
+    """Class of the configuration."""
 
 
 def load_experiment(
     config_dir: Path, name: str, user_file: Path | None, environment: str | None = None
 ) -> ExperimentFile:
-    """The experiment ``name``, or the one in ``user_file``; what it registers is known afterwards. ``environment``: the
-    one that was chosen, for an experiment whose module has ``config_class(environment)``. Raises ConfigError that names
-    the line of a mistake in the file."""
-    plugin = str(user_file) if user_file else f"experiments.{_named(config_dir, name)}"
+    """Import the experiment ``name``, or the one in ``user_file``, which registers its components.
+
+    ``environment`` is the chosen environment, for an experiment that defines ``config_class(environment)``.
+    Raises ConfigError that names the line of a mistake in the file."""
+    plugin = str(user_file) if user_file else f"experiments.{_find_module(config_dir, name)}"
     try:
         module = load_plugin(plugin)
     except Exception as error:
@@ -51,7 +57,9 @@ def load_experiment(
 
 
 def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
-    """The class that the first parameter of ``build`` is annotated with; ``ExperimentConfig`` if it is not."""
+    """Return the annotated class of the first parameter of ``build``, or ``ExperimentConfig`` without annotation.
+
+    Raises ConfigError for a module without ``build`` and for an invalid annotation or class."""
     build = getattr(module, "build", None)
     if build is None:
         raise ConfigError(f"experiment={name}: {module.__file__} defines no build(config)")
@@ -59,7 +67,7 @@ def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
     if first is None or first.annotation is inspect.Parameter.empty:
         return ExperimentConfig
     try:
-        kind = _evaluated(first.annotation, vars(module))
+        kind = _evaluate_annotation(first.annotation, vars(module))
     except Exception as error:
         raise ConfigError(f"experiment={name}: build({first.name}: {first.annotation}): {error}") from None
     if not (isinstance(kind, type) and issubclass(kind, ExperimentConfig)):
@@ -69,7 +77,7 @@ def config_class(name: str, module: ModuleType) -> type[ExperimentConfig]:
 
 
 def _check_class(name: str, kind: type[ExperimentConfig]) -> None:
-    """Raise ConfigError for a class that declares no options although it means to."""
+    """Raise ConfigError for a class with a missing @dataclass, options without a default, or unknown registries."""
     for part in kind.__mro__:
         if inspect.get_annotations(part) and "__dataclass_params__" not in vars(part):
             raise ConfigError(f"experiment={name}: the class {part.__name__} lacks @dataclass, so it adds no options")
@@ -83,23 +91,24 @@ def _check_class(name: str, kind: type[ExperimentConfig]) -> None:
             raise ConfigError(f"experiment={name}: option {option}: no registry {about.registry!r} (known: {known})")
 
 
-def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
-    """What an annotation means where it is written."""
+def _evaluate_annotation(annotation: Any, names: Mapping[str, Any]) -> Any:
+    """Return the class that an annotation, possibly a string, refers to in a module with these names."""
     holder = type("Holder", (), {"__annotations__": {"config": annotation}})
     return typing.get_type_hints(holder, globalns=dict(names), localns={})["config"]
 
 
-def bases_of(content: Mapping[str, Any], path: Path) -> list[str]:
-    """Names of the experiments that the YAML file at ``path`` builds on; the last one wins. Raises ConfigError where
-    its ``defaults`` are no list."""
-    given = content.get("defaults") or []
-    if not isinstance(given, list):
+def base_experiments(content: Mapping[str, Any], path: Path) -> list[str]:
+    """Return the names of the experiments that the YAML file at ``path`` builds on, in ascending precedence.
+
+    Raises ConfigError if its ``defaults`` are not a list."""
+    defaults = content.get("defaults") or []
+    if not isinstance(defaults, list):
         raise ConfigError(f"{path}: defaults must be a list of names")
-    return [base for base in given if isinstance(base, str) and base not in ("_self_", path.stem)]
+    return [base for base in defaults if isinstance(base, str) and base not in ("_self_", path.stem)]
 
 
-def yaml_map(path: Path) -> Mapping[str, Any]:
-    """What a YAML file says; {} where there is none, or none that holds options."""
+def read_yaml_mapping(path: Path) -> Mapping[str, Any]:
+    """Return the mapping in a YAML file; {} if the file is missing, invalid or holds something else."""
     import yaml
 
     try:
@@ -109,43 +118,48 @@ def yaml_map(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _named(config_dir: Path, name: str, seen: frozenset[str] = frozenset()) -> str:
-    """The module of the experiment that the YAML of this name is about: one of its own name, of the name that it gives,
-    or that of what it builds on. ``seen``: those that build on it."""
+def _find_module(config_dir: Path, name: str, seen: frozenset[str] = frozenset()) -> str:
+    """Return the name of the module in ``experiments`` for the YAML file of this name.
+
+    It is the file's key ``experiment`` if set and importable, else the module of the experiment that the file
+    builds on, else its own name. ``seen`` are the experiments that build on it, to end cycles."""
     path = config_dir / "experiment" / f"{name}.yaml"
-    content = yaml_map(path)
-    bases = [base for base in bases_of(content, path) if base not in seen]
-    given = content.get("experiment")
-    if isinstance(given, str) and (not bases or find_spec(f"experiments.{given}")):
-        return given
-    return _named(config_dir, bases[-1], seen | {name}) if bases else name
+    content = read_yaml_mapping(path)
+    bases = [base for base in base_experiments(content, path) if base not in seen]
+    module = content.get("experiment")
+    if isinstance(module, str) and (not bases or find_spec(f"experiments.{module}")):
+        return module
+    return _find_module(config_dir, bases[-1], seen | {name}) if bases else name
 
 
 C = TypeVar("C", bound=ExperimentConfig)
 METHODS = ("start", "wait", "kill", "stop")
+"""Methods that a scheduler must have."""
 
 
 def definition_of(reference: str) -> SchedulerDefinition:
-    """Return the scheduler that ``reference`` means: a registered name, ``file.py:Name`` or ``package.module:Name``.
-    Raises ValueError with one sentence that says what is wrong and where."""
+    """Return the scheduler that ``reference`` names: a registered name, ``file.py:Name`` or ``package.module:Name``.
+
+    Raises ValueError with one sentence about the cause and its location."""
     if reference in schedulers:
-        found = imported(reference, lambda: schedulers.get(reference))
+        definition = imported(reference, lambda: schedulers.get(reference))
     elif reference.endswith(".py"):
         raise ValueError(f"{reference}: name the scheduler in it, {reference}:NAME")
     elif not split_reference(reference).name:
         known = close_to(reference, [*schedulers])
         raise ValueError(f"unknown scheduler {reference!r}{known}; one of your own is file.py:Name or module:Name")
     else:
-        found = getattr(*load_reference(reference))
-    if not isinstance(found, SchedulerDefinition):
-        kind = f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
+        definition = getattr(*load_reference(reference))
+    if not isinstance(definition, SchedulerDefinition):
+        kind = f"the class {definition.__name__}" if isinstance(definition, type) else type(definition).__name__
         raise ValueError(f"{reference}: found {kind}, expected a SchedulerDefinition")
-    return found
+    return definition
 
 
 def with_scheduler(config: type[C], reference: str) -> type[C]:
-    """Return ``config`` with the options of a scheduler as its section ``scheduler``. Raises ValueError when there is
-    no such scheduler, or its options cannot be a section."""
+    """Return ``config`` with the options of a scheduler as its section ``scheduler``.
+
+    Raises ValueError for an unknown scheduler, and for options that cannot be a section."""
     options = definition_of(reference).options
     if not (isinstance(options, type) and is_dataclass(options)):
         raise ValueError(f"{reference}: options must be a dataclass, not {options!r}")
@@ -156,14 +170,15 @@ def with_scheduler(config: type[C], reference: str) -> type[C]:
         kind = with_path(options, absolute(reference), about)
         kind()
     except Exception as error:
-        raise ValueError(f"{reference}: {options.__name__}: {located(error, _file(reference))}") from None
+        raise ValueError(f"{reference}: {options.__name__}: {located(error, _file_of(reference))}") from None
     return with_section(config, "scheduler", kind)
 
 
 def with_algorithm(config: type[C], reference: str) -> type[C]:
-    """Return ``config`` with the own options of an algorithm, which its author wrote, as the section ``algorithm``; as
-    it is where the algorithm has none. Raises ValueError when there is no such algorithm, or ``config`` has a section
-    of that name."""
+    """Return ``config`` with the options of a custom algorithm as its section ``algorithm``, or ``config`` itself if
+    the algorithm has none.
+
+    Raises ValueError for an unknown algorithm, and if ``config`` has a section of that name."""
     options = algorithm_of(reference).options
     if options is None:
         return config
@@ -172,27 +187,26 @@ def with_algorithm(config: type[C], reference: str) -> type[C]:
     try:
         return with_section(config, "algorithm", options)
     except Exception as error:
-        raise ValueError(f"ppo.algo={reference}: {options.__name__}: {located(error, _file(reference))}") from None
+        raise ValueError(f"ppo.algo={reference}: {options.__name__}: {located(error, _file_of(reference))}") from None
 
 
-def options_of(chosen: Any) -> Any:
-    """Return the options of the chosen scheduler, as its own class has them."""
-    options = definition_of(chosen.path).options
-    return options(**{field.name: getattr(chosen, field.name) for field in fields(options)})
+def options_of(section: Any) -> Any:
+    """Return the section ``scheduler`` of a configuration as an instance of the scheduler's own options class."""
+    options = definition_of(section.path).options
+    return options(**{field.name: getattr(section, field.name) for field in fields(options)})
 
 
-def make_scheduler(chosen: Any) -> Scheduler:
-    """Return the scheduler that the section ``scheduler`` of a configuration describes. Raises ValueError that names it
-    when it cannot be made."""
-    definition = definition_of(chosen.path)
+def make_scheduler(section: Any) -> Scheduler:
+    """Return the scheduler for the section ``scheduler`` of a configuration. Raises ValueError if it cannot be made."""
+    definition = definition_of(section.path)
     try:
-        scheduler = definition.make(options_of(chosen))
+        scheduler = definition.make(options_of(section))
     except Exception as error:
-        raise ValueError(f"{chosen.path}: {located(error, _file(chosen.path))}") from error
+        raise ValueError(f"{section.path}: {located(error, _file_of(section.path))}") from error
     if missing := [name for name in METHODS if not callable(getattr(scheduler, name, None))]:
-        raise ValueError(f"{chosen.path}: make returned a {type(scheduler).__name__} without {', '.join(missing)}")
+        raise ValueError(f"{section.path}: make returned a {type(scheduler).__name__} without {', '.join(missing)}")
     return scheduler
 
 
-def _file(reference: str) -> str:
+def _file_of(reference: str) -> str:
     return str(split_reference(reference).file or "")

@@ -1,7 +1,7 @@
-"""What a launch finds in its run folder, and which options may differ from those that the run had so far.
+"""Resumption of a run: the checkpoint in its folder, and the options that differ from those of the run so far.
 
-Whether an option may stands at its field (``on_resume`` in ``realhf/api/option.py``). The options of a run are
-kept with each of its checkpoints; before the first one ``config.yaml`` has them.
+``on_resume`` of each option (``realhf/api/option.py``) tells whether it may differ. A run's options are stored
+with each checkpoint, and before the first one in ``config.yaml``.
 """
 
 from __future__ import annotations
@@ -20,42 +20,50 @@ from realhf.dataflow.checkpoint import CheckpointError, CheckpointStore
 from realhf.monitor.provenance import LAUNCH, describe_change, describe_changes, read_config
 
 
-class Change(NamedTuple):
-    """An option that is not what it was."""
+class OptionChange(NamedTuple):
+    """A changed option of a resumed run."""
 
     name: str
+    """Dotted name of the option."""
     on_resume: OnResume
+    """Effect of the change."""
     before: Any
+    """Value in the run so far, as JSON."""
     now: Any
+    """Value in this launch, as JSON."""
 
     def __str__(self) -> str:
         return describe_change(self.name, self.before, self.now)
 
 
 class Resumption(NamedTuple):
-    """What a run goes on from. ``completed_steps`` are those of the newest checkpoint that looks whole: the master
-    reads all of it, and says from which step on the run has the options that ``changed``. These are the ones that it
-    takes on with another value than before, except those that nobody needs to hear of."""
+    """The state that a run resumes from."""
 
     completed_steps: int
-    changed: tuple[Change, ...]
+    """Steps of the newest checkpoint that seems complete. The master, which reads all of it, may fall back to an
+    earlier one."""
+    changed: tuple[OptionChange, ...]
+    """Changed options that deserve a warning."""
     options_known: bool
+    """Whether the options of the run so far are known."""
 
     @property
     def values(self) -> dict[str, list[Any]]:
-        """The options that changed, with both values."""
+        """The changed options, with the values before and now."""
         return {change.name: [change.before, change.now] for change in self.changed}
 
     def warnings(self) -> Iterator[str]:
-        """Yield what a person should hear of it."""
+        """Yield warnings for the user."""
         if not self.options_known:
             yield "it is not known which options the run had so far, so they were not compared with those of now"
 
 
 def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Resumption | None:
-    """Return what is in the run folder to go on from, None for nothing. Raises ConfigError for options that make it
-    another experiment, or that come too late to have an effect. ``effective``: only these do something in this
-    experiment; any other one makes no difference, and could not be set back."""
+    """Return the state in the run folder to resume from, None if there is none.
+
+    Only changes of the ``effective`` options are considered (() means all), since others make no difference and
+    could not be set back. Raises ConfigError for changes that would make it another experiment, and for changes
+    without effect because the run is complete."""
     folder = run_folder(config)
     if config.recover_mode is RecoverMode.disabled:
         return None
@@ -63,80 +71,85 @@ def check_resume(config: ExperimentConfig, effective: Sequence[str] = ()) -> Res
         newest = CheckpointStore.of_run(folder).newest()
     except CheckpointError as error:
         raise ConfigError(f"trial_name={config.trial_name}: {error}") from None
-    if newest is None and not any(map(_holds_files, (folder / "journal", folder / "trajectory"))):
+    if newest is None and not any(map(_has_content, (folder / "journal", folder / "trajectory"))):
         return None
     step, state = newest or (0, {})
-    before = state.get("options") or _options_in(folder, config)
-    found = changes(config, before) if before else []
-    found = [change for change in found if not effective or change.name in effective]
+    before = state.get("options") or _read_options(folder, config)
+    changes = find_changes(config, before) if before else []
+    changes = [change for change in changes if not effective or change.name in effective]
     start = f"trial_name={config.trial_name}: {folder} holds a run"
-    if refused := [change for change in found if change.on_resume == "refuses"]:
+    if refused := [change for change in changes if change.on_resume == "refuses"]:
         raise ConfigError(
-            f"{start} that has made {step} steps with other options: {_listed(refused)}; choose another trial_name, go "
-            "on with the options that it has, or begin it anew with recover_mode=disabled"
+            f"{start} that has made {step} steps with other options: {_format_changes(refused)}; choose another "
+            "trial_name, go on with the options that it has, or begin it anew with recover_mode=disabled"
         )
-    told = [change for change in found if change.on_resume == "warns"]
-    late = [change for change in told if change.name != "total_train_steps"]
+    warned = [change for change in changes if change.on_resume == "warns"]
+    late = [change for change in warned if change.name != "total_train_steps"]
     if late and step >= config.total_train_steps:
         raise ConfigError(
-            f"{start} that is complete with {step} steps, so other options have no effect: {_listed(late)}; choose "
-            "another trial_name, train further with a larger total_train_steps, or begin anew with "
+            f"{start} that is complete with {step} steps, so other options have no effect: {_format_changes(late)}; "
+            "choose another trial_name, train further with a larger total_train_steps, or begin anew with "
             "recover_mode=disabled"
         )
-    return Resumption(step, tuple(told), bool(before))
+    return Resumption(step, tuple(warned), bool(before))
 
 
 def plain_options(config: ExperimentConfig) -> dict[str, Any]:
-    """Return every option under its dotted name, as a value that JSON has."""
-    return {found.name: to_json_value(found.value) for found in walk(config)}
+    """Return all options as JSON values, by dotted name."""
+    return {named.name: to_json_value(named.value) for named in walk(config)}
 
 
-def changes(config: ExperimentConfig, before: Mapping[str, Any]) -> list[Change]:
-    """The options whose values are not those that ``before`` has under their dotted names. One that it does not have,
-    as after an update of the library, had its default; those of another experiment, environment or scheduler are not
-    compared with anything, that it is another one says enough, and says so first."""
+def find_changes(config: ExperimentConfig, before: Mapping[str, Any]) -> list[OptionChange]:
+    """Return the options whose values differ from those in ``before``, which has JSON values by dotted name.
+
+    An option missing in ``before``, as after an update of the library, is taken to have had its default. If the
+    experiment, environment or scheduler itself has changed, its options that are missing in ``before`` are not
+    compared. Changes of the experiment, environment and model come first."""
     defaults = plain_options(type(config)())
-    # Runs from before there was this option streamed their rollouts if the experiment was named so.
+    # Before this option existed, experiments named *_async were the asynchronous ones.
     defaults["async_rl.enabled"] = str(before.get("experiment", "")).endswith("_async")
-    found = [
-        Change(name, about.on_resume or "refuses", before.get(name, defaults[name]), to_json_value(value))
-        for name, about, value in walk(config)
+    changes = [
+        OptionChange(name, option.on_resume or "refuses", before.get(name, defaults[name]), to_json_value(value))
+        for name, option, value in walk(config)
     ]
-    found = [change for change in found if not _same(change.before, change.now)]
-    other = [change.name.removesuffix("path") for change in found if change.name in ("env.path", "scheduler.path")]
-    if any(change.name == "experiment" for change in found):
-        other = [""]
-    found = [change for change in found if change.name in before or not change.name.startswith(tuple(other))]
-    return sorted(found, key=lambda change: change.name not in ("experiment", "env.path", "actor.path"))
+    changes = [change for change in changes if not _is_same_value(change.before, change.now)]
+    replaced = [change.name.removesuffix("path") for change in changes if change.name in ("env.path", "scheduler.path")]
+    if any(change.name == "experiment" for change in changes):
+        replaced = [""]
+    changes = [change for change in changes if change.name in before or not change.name.startswith(tuple(replaced))]
+    return sorted(changes, key=lambda change: change.name not in ("experiment", "env.path", "actor.path"))
 
 
 def resume_line(arguments: Sequence[str], trial_name: str) -> str:
-    """The command that goes on with a run which was named after the time of its launch."""
+    """Return the command that resumes a run whose trial name was generated."""
     again = [text for text in arguments if not text.startswith(("recover_mode=", "trial_name="))]
     return shlex.join([*LAUNCH, *again, f"trial_name={trial_name}"])
 
 
-def _options_in(run_dir: Path, config: ExperimentConfig) -> dict[str, Any]:
-    """The options that the ``config.yaml`` of a run has, as far as the configuration of now has them, too."""
-    content, found = read_config(run_dir), {}
+_MISSING = object()
+"""Stands for an option that a configuration file does not set; None is a value."""
+
+
+def _read_options(run_dir: Path, config: ExperimentConfig) -> dict[str, Any]:
+    """Return the options in the ``config.yaml`` of a run that ``config`` has too, by dotted name."""
+    content = read_config(run_dir)
+    options = {}
     for name in plain_options(config):
         part: Any = content
         for key in name.split("."):
             part = part.get(key, _MISSING) if isinstance(part, dict) else _MISSING
         if part is not _MISSING:
-            found[name] = part
-    return found
+            options[name] = part
+    return options
 
 
-_MISSING = object()
-
-
-def _holds_files(folder: Path) -> bool:
+def _has_content(folder: Path) -> bool:
+    """Return whether a folder contains a non-empty file."""
     return folder.is_dir() and any(path.is_file() and path.stat().st_size for path in folder.rglob("*"))
 
 
-def _same(before: Any, now: Any) -> bool:
-    """Whether two values of an option mean the same: a file or folder may be named in two ways."""
+def _is_same_value(before: Any, now: Any) -> bool:
+    """Return whether two values of an option are equal, or paths of the same file or folder."""
     if before == now or not (isinstance(before, str) and isinstance(now, str)):
         return before == now
     with suppress(OSError, ValueError):
@@ -144,5 +157,5 @@ def _same(before: Any, now: Any) -> bool:
     return False
 
 
-def _listed(found: Sequence[Change]) -> str:
-    return describe_changes({change.name: (change.before, change.now) for change in found})
+def _format_changes(changes: Sequence[OptionChange]) -> str:
+    return describe_changes({change.name: (change.before, change.now) for change in changes})

@@ -1,4 +1,4 @@
-"""Runs an experiment: what comes before it, its jobs, then its workers; knows the files of a run folder."""
+"""Execution of an experiment: earlier experiments, jobs, then workers; and the table of files in a run folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from realhf.scheduler.base import Scheduler
 from realhf.scheduler.process import adopt_orphans, describe
 
 LAUNCHER_LOG = "launcher.log"
-"""The file in the logs of a run that says when its terminal was lost."""
+"""Log file of the launcher, which records the loss of its terminal."""
 
 
 def run_to_the_end(
@@ -46,10 +46,12 @@ def run_to_the_end(
     resumption: Resumption | None = None,
     terminal: Terminal | None = None,
 ) -> int:
-    """The exit code. Whatever happens, no process of the run is left. ``resumption``: what the run goes on from.
-    ``terminal``: where the run is shown; its loss is noted in the logs of the run."""
-    launch = _launch(built, arguments, started_at, resumption)
-    config, named = built.config, any(text.startswith("trial_name=") for text in arguments)
+    """Run an experiment and return the exit code. No process of the run is left in any case.
+
+    ``resumption`` is the state that the run resumes from. The loss of ``terminal`` is recorded in the logs."""
+    launch = _describe_launch(built, arguments, started_at, resumption)
+    config = built.config
+    named = any(text.startswith("trial_name=") for text in arguments)
     signals = StopSignals()
     go_on = "" if named else f"to go on with it: {resume_line(arguments, config.trial_name)}"
     try:
@@ -59,49 +61,49 @@ def run_to_the_end(
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
             check_kinds(built.spec.run_dir)
             if terminal is not None:
-                terminal.on_loss(lambda reason: _note_loss(built.spec.run_dir, reason))
-            if resumption is None:  # one that goes on keeps its configuration until its master has found from where
+                terminal.on_loss(lambda reason: _record_terminal_loss(built.spec.run_dir, reason))
+            if resumption is None:  # A resumed run's master records the launch once it knows the checkpoint.
                 record_launch(built.spec.run_dir, launch, 0)
             environment = getattr(getattr(config, "env", None), "path", "")
-            keep_passport(environment, built.spec.run_dir)
+            copy_passport(environment, built.spec.run_dir)
             if go_on:
                 print(f"run: {built.spec.run_dir}\n{go_on}", flush=True)
-            summary = _with_display(built, launch, started_at, resumption, signals)
+            summary = _run_with_display(built, launch, started_at, resumption, signals)
     except Interrupted as stop:
         text = f"{stop}; what was saved is in {built.spec.run_dir}"
-        cause = stop.__context__  # the run was being cleaned up after it
-        return _say_error(f"{cause}\n{text}" if isinstance(cause, LaunchError) else text, stop.exit_code, go_on)
+        cause = stop.__context__  # A failure whose clean-up was interrupted.
+        return _print_error(f"{cause}\n{text}" if isinstance(cause, LaunchError) else text, stop.exit_code, go_on)
     except LaunchError as error:
-        return _say_error(str(error), 1, go_on)
+        return _print_error(str(error), 1, go_on)
     except OSError as error:
-        return _say_error(describe(error, built.spec.run_dir), 1, go_on)
-    _say_results(summary, built.spec.run_dir)
+        return _print_error(describe(error, built.spec.run_dir), 1, go_on)
+    _print_results(summary, built.spec.run_dir)
     return 0
 
 
-def keep_passport(reference: str, run_dir: Path) -> None:
-    """Copy the passport of an environment ("" for none) into a run folder; where it has none, none is left there.
-    Raises OSError."""
-    kept = run_dir / PASSPORT_FILE
+def copy_passport(reference: str, run_dir: Path) -> None:
+    """Copy the passport of an environment ("" for none) to a run folder. If the environment has none, a passport in
+    the run folder is deleted. Raises OSError."""
+    copy = run_dir / PASSPORT_FILE
     try:
-        write_whole(kept, passport_file(reference).read_text(encoding="utf-8", errors="replace"))
+        write_whole(copy, passport_file(reference).read_text(encoding="utf-8", errors="replace"))
     except (FileNotFoundError, ValueError):
-        kept.unlink(missing_ok=True)
+        copy.unlink(missing_ok=True)
 
 
-def _note_loss(run_dir: Path, reason: str) -> None:
-    """Write down in the logs that nobody sees the run any more."""
+def _record_terminal_loss(run_dir: Path, reason: str) -> None:
+    """Append the loss of the terminal to the launcher's log."""
     log = run_dir / "logs" / LAUNCHER_LOG
-    with contextlib.suppress(OSError):  # a disk that is full may be the reason
+    with contextlib.suppress(OSError):  # A full disk may be the reason.
         log.parent.mkdir(exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             file.write(f"{datetime.now().astimezone().isoformat()} {reason}; the run goes on without it\n")
 
 
-def _launch(
+def _describe_launch(
     built: BuiltExperiment, arguments: Sequence[str], started_at: float, resumption: Resumption | None
 ) -> Launch:
-    """What is recorded of this launch once the run is accepted."""
+    """Return the record of this launch for the run folder."""
     from omegaconf import OmegaConf
 
     config = built.config
@@ -114,7 +116,7 @@ def _launch(
     )
 
 
-def _with_display(
+def _run_with_display(
     built: BuiltExperiment,
     launch: Launch,
     started_at: float,
@@ -139,7 +141,7 @@ def _run(
     signals: StopSignals,
     launch: Launch | None = None,
 ) -> dict[str, Any]:
-    """An experiment with all that it waits for."""
+    """Run an experiment after the experiments and jobs that it depends on, and return its summary."""
     for earlier in spec.before:
         if earlier.artifact is not None and is_made(earlier.artifact):
             display.say(f"{earlier.name}: found {earlier.artifact}")
@@ -180,14 +182,16 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _say_error(text: str, exit_code: int, more: str = "") -> int:
+def _print_error(text: str, exit_code: int, more: str = "") -> int:
+    """Print an error and further lines to standard error, and return ``exit_code``."""
     print(f"error: {printable(text, colours=False)}", file=sys.stderr)
     if more:
         print(printable(more, colours=False), file=sys.stderr)
     return exit_code
 
 
-def _say_results(summary: dict[str, Any], run_dir: Path) -> None:
+def _print_results(summary: dict[str, Any], run_dir: Path) -> None:
+    """Print the results of a finished run."""
     console = Console()
     table = build_held_out_table(summary)
     if table is not None:
@@ -210,20 +214,24 @@ def _say_results(summary: dict[str, Any], run_dir: Path) -> None:
     console.print(f"results: {run_dir}", highlight=False, markup=False, soft_wrap=True)
 
 
-Written = Literal["whole", "appended", "folder"]
+WriteMode = Literal["whole", "appended", "folder"]
+"""How a file is written: replaced atomically, appended to, or as a folder that its writer manages."""
 
 
 class RunFile(NamedTuple):
-    """``name`` may be a pattern. ``written``: replaced when complete, appended to, or a folder that its writer looks
-    after. ``kept``: whether it stays when the run begins anew (``recover_mode=disabled``); everything that a run has
-    learned or recorded goes, lest two histories be read as one. ``read``: whether a run that goes on reads the file,
-    which may then not be replaced unread."""
+    """A file or folder in a run folder."""
 
     name: str
+    """Name or glob pattern."""
     writer: str
-    written: Written
+    """The processes that write it."""
+    written: WriteMode
+    """How it is written."""
     kept: bool = False
+    """Whether it is kept when the run starts over (``recover_mode=disabled``). Everything that a run has learned or
+    recorded is deleted, so that two histories are not read as one."""
     read: bool = False
+    """Whether a resumed run reads it, so that it must be readable."""
 
 
 RUN_FILES = (
@@ -265,38 +273,39 @@ RUN_FILES = (
     RunFile("weights.jsonl", "master", "appended", read=True),
     RunFile("trajectory", "trajectory server", "folder"),
 )
-"""All of them. What is not in the table belongs to somebody else and is left alone."""
+"""All files that a run writes. Other files in a run folder are never touched."""
 
 
 def removable(run_dir: Path) -> Iterator[Path]:
-    """Yield what is there of a run and goes when it begins anew, halves of files that a killed process left and what
-    was damaged and put aside with it."""
+    """Yield the existing files to delete when a run starts over, including incomplete files of killed processes and
+    damaged ones that were set aside."""
     for file in RUN_FILES:
         if not file.kept:
-            left = (f".{file.name}.*.tmp", f".{file.name}.*.old")
-            for pattern in (file.name, f"{file.name}.partial", f"{file.name}{DAMAGED}*", *left):
+            leftovers = (f".{file.name}.*.tmp", f".{file.name}.*.old")
+            for pattern in (file.name, f"{file.name}.partial", f"{file.name}{DAMAGED}*", *leftovers):
                 yield from run_dir.glob(pattern)
 
 
 def check_kinds(run_dir: Path) -> None:
-    """Raise ConfigError for the first file of a run that is a folder, folder that is none, link to nowhere, or file
-    that a run which goes on has to read and may not: later it would fail in the middle of the run, or when others have
-    been changed."""
+    """Raise ConfigError for the first entry of ``RUN_FILES`` that is a folder instead of a file or vice versa, a broken
+    link, or not readable although a resumed run reads it. Otherwise the run would fail later, with some files
+    changed already."""
     for file in RUN_FILES:
         for path in sorted(path for path in run_dir.iterdir() if path.match(file.name)):
-            if fault := _fault(file, path):
+            if fault := _find_fault(file, path):
                 raise ConfigError(
                     f"trial_name: {path} {fault}; put it in order or take it away, or begin anew with "
                     "recover_mode=disabled"
                 )
 
 
-def _fault(file: RunFile, path: Path) -> str:
-    wanted = "folder" if file.written == "folder" else "file"
+def _find_fault(file: RunFile, path: Path) -> str:
+    """Return what is wrong with an existing path for ``file``, or ""."""
+    expected = "folder" if file.written == "folder" else "file"
     if not path.exists():
-        return f"should be a {wanted} and is a link to {path.readlink()}, which is not there"
-    if path.is_dir() != (wanted == "folder"):
-        return f"should be a {wanted} and is something else"
+        return f"should be a {expected} and is a link to {path.readlink()}, which is not there"
+    if path.is_dir() != (expected == "folder"):
+        return f"should be a {expected} and is something else"
     try:
         if file.read:
             path.open("rb").close()
@@ -306,6 +315,6 @@ def _fault(file: RunFile, path: Path) -> str:
 
 
 def unknown_files(run_dir: Path) -> list[str]:
-    """Names in a run folder that the table does not have."""
+    """Return the names in a run folder that are not in ``RUN_FILES``."""
     known = [pattern for file in RUN_FILES for pattern in (file.name, f"{file.name}{DAMAGED}*")]
     return sorted(path.name for path in run_dir.iterdir() if not any(path.match(pattern) for pattern in known))

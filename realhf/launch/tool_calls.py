@@ -1,6 +1,6 @@
-"""Checks before any process starts that the policy's calls of an environment's tools will be found.
+"""Check before the launch that the policy's tool calls will be parsed.
 
-The check runs in a process of its own: it loads the tokenizer, and the launcher stays without torch.
+The check loads the tokenizer, so it runs in its own process and the launcher stays without torch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from realhf.launch.build import BuiltExperiment
 from realhf.launch.checks import is_builtin
 
 _CHECK = "realhf.rollout.tool_call_check"
-_LONGEST_S = 300.0
+"""Module of the check."""
+_TIMEOUT_S = 300.0
+"""Timeout of the check in seconds."""
 _SCRIPTS_PER_TASK = 3
-"""So many scripts of each task show all kinds of them."""
+"""Demonstrations per task to check, enough to cover every kind."""
 
 
 def check_tool_calls(built: BuiltExperiment) -> None:
-    """Raise ConfigError where the chat template of the model in ``actor.path`` writes calls that its parser does not
-    read, or shows no tools, and the environment has some. The built-in policy is not looked at, nor is a hub id, nor an
-    environment whose tools are known in its episodes only: of these, the training data and the first episodes tell."""
+    """Raise ConfigError if the environment has tools and the chat template of ``actor.path`` does not show them, or
+    writes calls that the parser does not read.
+
+    The built-in policy, hub ids, and environments whose tools are only known during episodes are not checked;
+    their problems appear in the training data or the first episodes."""
     config = built.config
     chosen: Any = getattr(config, "env", None)
     path = config.actor.path
@@ -51,15 +55,15 @@ def check_tool_calls(built: BuiltExperiment) -> None:
         arguments += ["--request", json.dumps(request)]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _CHECK, *arguments], capture_output=True, text=True, timeout=_LONGEST_S, check=False
+            [sys.executable, "-m", _CHECK, *arguments], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"actor.path={path}: to check its calls of tools took longer than {_LONGEST_S:g} s; "
+            f"actor.path={path}: to check its calls of tools took longer than {_TIMEOUT_S:g} s; "
             f"python -m {_CHECK} {environment.reference} --model {path} does it alone"
         ) from None
     if done.returncode:
-        said = done.stderr.strip().splitlines() or ["the check of its calls of tools died without a word"]
+        lines = done.stderr.strip().splitlines() or ["the check of its calls of tools died without a word"]
         raise ConfigError(
-            f"actor.path={path}: {said[-1]}; the environment {environment.spec.name} would see no call of its tools"
+            f"actor.path={path}: {lines[-1]}; the environment {environment.spec.name} would see no call of its tools"
         )

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from realhf.api.config import ConfigError
 from realhf.api.experiment import ExperimentSpec
-from realhf.api.option import Found, walk
+from realhf.api.option import NamedOption, walk
 from realhf.base.dataclass_json import to_json_value
 from realhf.launch.build import build_experiment
 from realhf.launch.checks import check_config
@@ -181,7 +181,7 @@ def with_values(composed: Composed, values: Mapping[str, Any]) -> Composed:
     return composed._replace(config=config, overridden=(*composed.overridden, *values))
 
 
-def other_values(composed: Composed, found: Found) -> Iterator[Any]:
+def other_values(composed: Composed, found: NamedOption) -> Iterator[Any]:
     """Values that an option may have beside its own, the likeliest first."""
     last = found.name.rpartition(".")[2]
     for value in (*OWN.get(found.name, ()), *OWN_LAST.get(last, ())):
@@ -198,7 +198,7 @@ def types_of(config: Any, name: str) -> tuple[Any, ...]:
     return typing.get_args(typing.get_type_hints(type(config)).get(last))
 
 
-def general_values(found: Found, types: tuple[Any, ...]) -> Iterator[Any]:
+def general_values(found: NamedOption, types: tuple[Any, ...]) -> Iterator[Any]:
     """Values that follow from the type and the bounds of an option."""
     about, value = found.option, found.value
     if isinstance(value, bool):
@@ -219,7 +219,7 @@ def general_values(found: Found, types: tuple[Any, ...]) -> Iterator[Any]:
     elif isinstance(value, (int, float)):
         numbers = (value + 1, value * 2, value / 2, value - 1, (value + (about.at_most or 1)) / 2)
         kept = (type(value)(number) for number in numbers)
-        yield from (number for number in kept if number != value and about.holds(number))
+        yield from (number for number in kept if number != value and about.is_within_bounds(number))
     elif isinstance(value, str):
         yield f"{value}other"
     elif str in types:
@@ -229,7 +229,7 @@ def general_values(found: Found, types: tuple[Any, ...]) -> Iterator[Any]:
     elif any(typing.get_origin(each) is list for each in types):
         yield from (["other"], [])
     else:
-        yield from (number for number in (2, 1, 0.5) if about.holds(number))
+        yield from (number for number in (2, 1, 0.5) if about.is_within_bounds(number))
 
 
 def as_text(spec: Any) -> str:
@@ -269,7 +269,7 @@ class Table:
                 best = best._replace(kind=LISTED, detail=why)
             yield best
 
-    def _best(self, experiment: str, sight: Sight | None, found: Found, beside: str) -> Effect:
+    def _best(self, experiment: str, sight: Sight | None, found: NamedOption, beside: str) -> Effect:
         best = Effect(experiment, found.name, None, NOTHING, "", beside)
         if sight is None:
             return best
@@ -312,7 +312,7 @@ class Table:
     def _placed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: self._places.get(str(value), value) for name, value in values.items()}
 
-    def _reason(self, composed: Composed, found: Found) -> str:
+    def _reason(self, composed: Composed, found: NamedOption) -> str:
         if not any(True for _ in other_values(composed, found)):
             return ONE_VALUE
         return entry(ELSEWHERE, found.name)

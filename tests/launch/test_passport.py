@@ -4,7 +4,7 @@ from pathlib import Path
 
 from realhf.api.passport import PASSPORT_FILE, Counts, Passport, told
 from realhf.env.loader.load import passport_file
-from realhf.launch.run import keep_passport
+from realhf.launch.run import copy_passport
 
 SHELF = """
 class Shelf:
@@ -22,12 +22,12 @@ def test_a_run_keeps_what_its_environment_has_and_nothing_of_another(tmp_path: P
     run.mkdir()
     assert passport_file(str(file)) == passport_file(f"{file}:Shelf") == tmp_path / "Shelf.passport.json"
     Passport("shelf", "check", "2026-11-28", "", {"beside": Counts(wrong=3)}).write(tmp_path / "Shelf.passport.json")
-    keep_passport(f"{file}:Shelf", run)
+    copy_passport(f"{file}:Shelf", run)
     assert told(run / PASSPORT_FILE).startswith("shelf: of 3 wrong plays 0 were paid")
     (tmp_path / "Shelf.passport.json").unlink()
-    keep_passport(f"{file}:Shelf", run)
+    copy_passport(f"{file}:Shelf", run)
     assert not (run / PASSPORT_FILE).exists()
-    keep_passport("", run)
+    copy_passport("", run)
     assert [*run.iterdir()] == [], "a run without an environment has none"
 
 

@@ -73,8 +73,8 @@ def test_what_cannot_be_is_one_line_that_names_the_option(changed: dict[str, obj
 def test_no_bound_holds_an_infinite_number():
     """A lower bound alone let it through to the run."""
     assert [*problems(Outer(count=math.inf))] == ["count=inf: must be at least 1 and finite. So many."]  # type: ignore[arg-type]
-    assert Option(above=0).holds(10**400) and not Option(above=0).holds(math.inf)
-    assert Option().holds(math.inf) and not Option(at_most=1).holds(-math.inf)
+    assert Option(above=0).is_within_bounds(10**400) and not Option(above=0).is_within_bounds(math.inf)
+    assert Option().is_within_bounds(math.inf) and not Option(at_most=1).is_within_bounds(-math.inf)
 
 
 def test_a_name_of_a_registry_and_no_value_are_right():
