@@ -1,17 +1,15 @@
-"""Defines what an experiment file returns: models, model function calls, a data source, how rollouts are played and
-how to evaluate.
+"""The specification of an experiment: models, model function calls, data source, rollouts and evaluation.
 
-Key names in an ``MFCDef`` are the names of the graph. An interface that uses other names says so with the remaps, which
-read ``{graph name: interface name}`` for inputs and ``{interface name: graph name}`` for outputs: each reads in the
-direction the data flows.
+An experiment is one Python file and one YAML file in ``configs/experiment/``::
 
-They travel as the ``interface_args`` of the call ``env_rollout`` and in ``RolloutSpec``.
-
-# experiments/my_algorithm.py
+    # experiments/my_algorithm.py
     def build(config: ExperimentConfig) -> ExperimentSpec: ...
 
-plus one YAML in ``configs/experiment/``. Nothing else needs an edit. An experiment with options of its own takes a
-subclass of ``ExperimentConfig`` that adds them (docs/extend/experiment.md).
+An experiment with options of its own takes a subclass of ``ExperimentConfig`` (docs/extend/experiment.md).
+
+Key names in an ``MFCDef`` are those of the graph. For an interface with other names, the remaps translate in
+the direction of the data: ``{graph name: interface name}`` for inputs, ``{interface name: graph name}`` for
+outputs.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ from realhf.base.dataclass_json import from_json_value, to_json_value
 
 
 class InterfaceType(Enum):
-    """Says which method of the interface a call runs. The value is the method's name."""
+    """The method of the interface that a call runs. The value is the method's name."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -54,41 +52,50 @@ class InterfaceType(Enum):
 
     @property
     def produces_keys(self) -> bool:
-        """Whether a call of this type answers with a sample (generation, inference) or with statistics only."""
+        """Whether calls of this type return a sample (generation, inference) instead of only statistics."""
         return self in (InterfaceType.GENERATE, InterfaceType.INFERENCE)
 
 
 @dataclass(frozen=True)
 class MFCDef:
-    """One model function call.
+    """A model function call, a node of the dataflow graph.
 
-    ``interface`` is a registered name, ``interface_args`` its keyword arguments. ``n_seqs`` is the number of
-    *samples* (task groups) one call takes; it must divide the largest ``n_seqs`` of the graph.
-    ``optional_input_keys`` bind only if somebody produces them. ``balance`` decides how a call is split over
-    several workers: equal ``tokens`` or equal ``count``. ``timeout_s`` bounds one call, in seconds. ``resample``: of a
-    call that generates groups, those without ``signal`` give way to others, which are played, at most so many times the
-    samples of a step.
-
-    Raises ValueError on a value that cannot be right by itself; what concerns several MFCs is checked by
-    ``build_graph``.
+    Raises ValueError for values that are invalid by themselves; ``build_graph`` checks the calls together.
     """
 
     name: str
+    """Unique name in the graph."""
     model_role: str
+    """Role whose model the call runs on."""
     interface_type: InterfaceType
+    """Method of the interface."""
     interface: str
+    """Registered name of the interface."""
     interface_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the interface."""
     n_seqs: int = 1
+    """Number of samples (groups) per call; it must divide the largest ``n_seqs`` of the graph."""
     input_keys: tuple[str, ...] = ()
+    """Keys that the call reads."""
     output_keys: tuple[str, ...] = ()
+    """Keys that the call produces."""
     input_key_remap: Mapping[str, str] = field(default_factory=dict)
+    """Graph names of inputs to names of the interface."""
     output_key_remap: Mapping[str, str] = field(default_factory=dict)
+    """Names of outputs of the interface to graph names."""
     optional_input_keys: tuple[str, ...] = ()
+    """Keys that the call reads if the graph produces them."""
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    """Splitting into micro-batches."""
     balance: str = "tokens"
+    """How a call is split over several workers: equal numbers of ``tokens`` or an equal ``count`` of samples."""
     timeout_s: float = 1800.0
+    """Timeout of one call in seconds."""
     resample: float = 0.0
+    """For a generating call: maximum number of additional groups that replace groups without ``signal``, as a
+    multiple of the samples of a step; 0 disables dynamic sampling."""
     signal: GroupSignal = field(default_factory=GroupSignal)
+    """Criterion for groups with a learning signal."""
 
     def __post_init__(self) -> None:
         problems = [text for bad, text in self._checks() if bad]
@@ -137,156 +144,204 @@ class _Arguments:
 
 @dataclass(frozen=True)
 class RolloutOptions(_Arguments):
-    """Says how the rollouts of a run are played.
+    """Options with which the rollouts of a run are played.
 
-    ``environment`` is a registered name or ``file.py:Name``, ``environment_options`` are its own options as plain
-    values. ``group_size`` rollouts G play one task; ``sessions`` episodes are played at once. ``max_turns``,
-    ``max_total_tokens``, ``min_group_size``, ``message_timeout_s`` (seconds), ``on_failure``, ``retries`` and
-    ``keep_reasoning``: see ``RolloutConfig``. ``turn_rewards``: samples have the keys ``TURN_KEYS``. ``feedback``: they
-    have the key ``feedback_prompt_ids``, by this one of ``FEEDBACKS`` ("": they have not), in ``feedback_tokens`` at
-    most. ``transcripts``: how many episodes of a step are returned as text. ``seed`` is the run's; with a sample's id
-    it decides the random numbers of its rollouts.
+    They are passed as the ``interface_args`` of ``env_rollout`` and in ``RolloutSpec``.
     """
 
     environment: str
+    """Registered name, or ``file.py:Name``."""
     group_size: int
+    """Number of rollouts G per task."""
     sessions: int
+    """Maximum number of concurrent episodes."""
     environment_options: Mapping[str, Any] = field(default_factory=dict)
+    """The environment's options as JSON values."""
     gen: GenConfig = field(default_factory=GenConfig)
+    """Sampling of tokens."""
     max_turns: int = 6
+    """See ``RolloutConfig``."""
     max_total_tokens: int = 1024
+    """See ``RolloutConfig``."""
     min_group_size: int = 2
+    """See ``RolloutConfig``."""
     message_timeout_s: float = 60.0
+    """See ``RolloutConfig``."""
     on_failure: str = "minimum_group"
+    """See ``RolloutConfig``."""
     retries: int = 2
+    """See ``RolloutConfig``."""
     transcripts: int = 2
+    """Number of episodes per step to return as text."""
     seed: int = 0
+    """Seed of the run. With a sample's id it determines the random numbers of its rollouts."""
     turn_rewards: bool = False
+    """Whether samples have the keys ``TURN_KEYS``."""
     keep_reasoning: bool = True
+    """See ``RolloutConfig``."""
     feedback: str = ""
+    """One of ``FEEDBACKS`` if samples have the key ``feedback_prompt_ids``, else ""."""
     feedback_tokens: int = 0
+    """Maximum number of tokens of the feedback."""
 
 
 @dataclass(frozen=True)
 class HeldOutOptions(_Arguments):
-    """Says what an evaluation plays: instances of ``split``, of at most ``templates`` templates, each template
-    ``episodes_per_task`` times at the training temperature and ``greedy_episodes_per_task`` times greedily."""
+    """The episodes of a held-out evaluation."""
 
     split: str
+    """Split of the tasks."""
     episodes_per_task: int
+    """Episodes per template at the training temperature."""
     greedy_episodes_per_task: int
+    """Episodes per template with greedy decoding."""
     templates: int
+    """Maximum number of templates."""
 
 
 PLAN_FILE = "plan.json"
+"""File of the ``RunPlan`` in the run folder."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Describes one model role: where its weights come from and which model workers hold it. ``chat_template_kwargs``
-    are variables of its tokenizer's chat template; ``tool_parser`` names the syntax of its calls of tools ("auto": that
-    of the template); ``experts`` accepts a mixture of experts (None: any, for a role that
-    never trains); ``head`` is what stands on the decoder: ``lm`` (logits of the next token) or ``value`` (one number
-    for each position). ``parallel`` says how several workers train it together, ``engine`` what samples its tokens,
-    ``compile`` whether its blocks are compiled for training, ``lora`` which adapters train in place of all weights.
-    ``base_of`` names another role: a frozen one is that role's model with its adapters off, on workers that hold both.
-    ``tokens_of`` is the path of another model whose tokens it reads: a tokenizer that gives them other ids is refused.
-    """
+    """A model role: its initial weights, the model workers that hold it, and its training."""
 
     role: str
+    """Name of the role."""
     path: str
+    """Folder or hub id of the initial weights."""
     workers: tuple[int, ...] = (0,)
+    """Indices of the model workers that hold the model."""
     trainable: bool = False
+    """Whether the role is trained."""
     backend: str = "torch"
+    """Registered name of the training backend."""
     backend_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the backend."""
     dtype: str = "float32"
+    """Data type of the weights."""
     head: str = "lm"
+    """Head of the decoder: ``lm`` (logits of the next token) or ``value`` (one number per position)."""
     experts: bool | None = False
+    """Whether a mixture of experts is accepted; None for a role that is never trained, which accepts any model."""
     gradient_checkpointing: bool = False
+    """Whether activations are recomputed in the backward pass."""
     compile: bool = False
+    """Whether the transformer blocks are compiled for training."""
     optimizer: OptimizerConfig | None = None
+    """Optimizer of a trained role."""
     lora: LoraConfig | None = None
+    """LoRA adapters to train; None trains all weights."""
     base_of: str = ""
+    """For a frozen role: the role whose model it is with the adapters disabled, on workers that hold both."""
     tokens_of: str = ""
+    """Path of another model whose tokens the role reads, so that its tokenizer must give the same ids."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
     tool_parser: str = AUTO
+    """Syntax of tool calls; "auto" takes that of the chat template."""
     parallel: Parallel = field(default_factory=Parallel)
+    """Parallelism of the role's training."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    """Engine that samples tokens."""
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """Names a registered data source and its arguments. ``worker`` is the model worker that stores its tensors.
-    ``dataset_args``: the worker also reads the dataset registered under this name (None: there is none)."""
+    """A data source and its arguments."""
 
     name: str
+    """Registered name of the source."""
     args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the source."""
     keys: tuple[str, ...] = ()
+    """Keys of its samples."""
     worker: int = 0
+    """Index of the model worker that stores its tensors."""
     dataset_args: Mapping[str, Any] | None = None
+    """Arguments of the dataset registered under the same name, which the worker reads; None without a dataset."""
 
 
 @dataclass(frozen=True)
 class EvaluationSpec:
-    """Asks for held-out evaluation: ``evaluate(model, args, context)`` of an interface runs before the first and after
-    the last step (and every ``every_steps`` if positive), outside the training buffer. It answers {"sampled":
-    {"overall" or group: {"success", "low", "high", "episodes", ...}}, "greedy": {...}}. ``interim_args`` stand in place
-    of ``args`` in all evaluations but the last (None: they are the same)."""
+    """The held-out evaluation.
+
+    ``evaluate(model, args, context)`` of the interface runs before the first and after the last step, outside
+    the training buffer. It returns {"sampled": {"overall" or group: {"success", "low", "high", "episodes", ...}},
+    "greedy": {...}}."""
 
     role: str
+    """Role that is evaluated."""
     interface: str
+    """Registered name of the interface."""
     interface_args: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the interface."""
     args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the final evaluation, see ``HeldOutOptions``."""
     interim_args: Mapping[str, Any] | None = None
+    """Arguments of all other evaluations; None for ``args``."""
     every_steps: int = 0
+    """Interval in steps between further evaluations; 0 for none."""
 
 
 def is_made(artifact: Path) -> bool:
-    """Return whether an artifact is there to be used: a file, or a folder with something in it."""
+    """Return whether an artifact exists: a file, or a folder that is not empty."""
     return next(artifact.iterdir(), None) is not None if artifact.is_dir() else artifact.exists()
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Describes a process that must finish before the workers start, e.g. collecting demonstrations.
+    """A process that must finish before the workers start, such as the collection of demonstrations.
 
-    It runs as ``python -m module *argv`` and is skipped when ``artifact`` exists. ``{artifact}`` in ``argv`` becomes a
-    temporary path that is renamed to ``artifact`` when the job succeeds.
+    It runs as ``python -m module *argv`` and is skipped if ``artifact`` exists.
     """
 
     name: str
+    """Name of the job."""
     module: str
+    """Module that is run."""
     argv: tuple[str, ...]
+    """Arguments. ``{artifact}`` is replaced by a temporary path, which is renamed to ``artifact`` on success."""
     artifact: Path
+    """File or folder that the job creates."""
     timeout_s: float = 1800.0
+    """Timeout in seconds."""
 
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """Describes a further worker of a run, e.g. a trajectory server: ``python -m module --name name --master ...
-    --run-id ... *argv``. It registers with the master, which waits for it, and its address reaches every call
-    (``CallContext.endpoints``). ``name`` is ``<kind>/<number>``."""
+    """An additional worker of a run, such as a trajectory server.
+
+    It runs as ``python -m module --name NAME --master ... --run-id ... *argv`` and registers with the master,
+    which waits for it. All calls get its address (``CallContext.endpoints``)."""
 
     name: str
+    """Name of the form ``<kind>/<number>``."""
     module: str
+    """Module that is run."""
     argv: tuple[str, ...] = ()
+    """Further arguments."""
 
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """Says what rollout workers do in place of the graph (docs/reference/dataflow.md 9). ``calls`` are the calls that
-    left it, the generating one first; ``role`` is the model role whose weights generate; ``episodes`` says how they are
-    played; ``sessions`` counts the environment sessions of each rollout worker; ``agent`` is the agent that plays (""
-    is the built-in one, else ``module:function``), which is called with ``agent_args``, its own options as plain
-    values."""
+    """The part of an asynchronous experiment that rollout workers run (docs/reference/dataflow.md 9)."""
 
     role: str
+    """Role whose weights generate."""
     calls: tuple[MFCDef, ...]
+    """Calls that rollout workers run instead of the graph, the generating one first."""
     episodes: RolloutOptions
+    """Options with which episodes are played."""
     options: AsyncConfig
+    """The section async_rl."""
     sessions: int
+    """Number of environment sessions per rollout worker."""
     agent: str = ""
+    """Agent that plays, ``module:function``; "" is the built-in one."""
     agent_args: Mapping[str, Any] = field(default_factory=dict)
+    """The agent's options as JSON values."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -295,15 +350,15 @@ class RolloutSpec:
 
     @property
     def rows_per_episode(self) -> int:
-        """At most this many sequences of a sample come from one episode: an agent may hold several conversations, and
-        one whose old reasoning is dropped has several rows."""
+        """Maximum number of sequences per episode: an agent may hold several conversations, and an episode whose
+        old reasoning is dropped has up to one row per turn."""
         if self.agent:
             return MAX_BRANCHES
         return 1 if self.episodes.keep_reasoning else self.episodes.max_turns
 
     @property
     def workers(self) -> list[str]:
-        """Names of the processes beside master and model workers."""
+        """Names of the generation workers and the rollout workers."""
         options = self.options
         return [
             *(f"generation/{i}" for i in range(options.n_generation_workers)),
@@ -313,29 +368,44 @@ class RolloutSpec:
 
 @dataclass(frozen=True)
 class ExperimentSpec:
-    """Holds the resolved experiment. ``environment`` is the server that episodes are played on (None: there is none);
-    ``before`` holds whole experiments that run first, each skipped when its ``artifact`` exists; ``jobs`` are single
-    processes that run first; with ``rollout`` set, rollout workers stream the samples, asynchronously. ``advice`` is
-    what the person who launches it is told first, a line each."""
+    """A complete experiment, as returned by ``build``."""
 
     name: str
+    """Name of the experiment."""
     models: Mapping[str, ModelSpec]
+    """The model roles by name."""
     mfcs: tuple[MFCDef, ...]
+    """The calls of the graph."""
     source: SourceSpec
+    """The data source."""
     n_seqs: int
+    """Samples per train step."""
     total_train_steps: int
+    """Number of train steps."""
     seed: int
+    """Seed of the run."""
     run_dir: Path
+    """Run folder."""
     evaluation: EvaluationSpec | None = None
+    """Held-out evaluation, if any."""
     environment: EnvironmentService | None = None
+    """Server that episodes are played on; None without one."""
     services: tuple[ServiceSpec, ...] = ()
+    """Additional workers."""
     rollout: RolloutSpec | None = None
+    """Rollouts of an asynchronous experiment, whose rollout workers stream the samples."""
     jobs: tuple[JobSpec, ...] = ()
+    """Processes that run first."""
     before: tuple[ExperimentSpec, ...] = ()
+    """Experiments that run first, each skipped if its ``artifact`` exists."""
     export_role: str | None = None
+    """Role that is exported in Hugging Face format at the end."""
     artifact: Path | None = None
+    """Folder that the exported role is copied to, for an experiment that runs before another."""
     log_keys: tuple[str, ...] = ()
+    """Keys that need no consumer in the graph, because they are only logged."""
     advice: tuple[str, ...] = ()
+    """Warnings for the user, a line each."""
 
     @property
     def needs_env(self) -> bool:
@@ -344,47 +414,58 @@ class ExperimentSpec:
 
     @property
     def n_model_workers(self) -> int:
-        """How many model workers run: as many as the highest index asks for. They are numbered from 0."""
+        """Number of model workers: the highest index plus 1."""
         return 1 + max(index for model in self.models.values() for index in model.workers)
 
     @property
     def world(self) -> tuple[int, ...]:
-        """Model workers that compute together with others, ascending: those of all roles that train on several."""
+        """Indices of the model workers of all roles that train on several workers, in ascending order."""
         groups = [model.workers for model in self.models.values() if model.parallel.size > 1]
         return tuple(sorted({index for workers in groups for index in workers}))
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a person asked for, and with what: the text of ``config.yaml``, every option under its dotted name, the
-    options that a run which goes on had with other values ({name: [before, now]}), and its origin (commit, versions,
-    command line). ``at`` is the time of the launch, as ISO 8601; "" where nothing is to be recorded."""
+    """The record of a launch for the run folder."""
 
     at: str = ""
+    """Time of the launch, as ISO 8601; "" if nothing is to be recorded."""
     config: str = ""
+    """Text of ``config.yaml``."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """All options as JSON values, by dotted name."""
     changed: Mapping[str, Any] = field(default_factory=dict)
+    """Changed options of a resumed run, {name: [before, now]}."""
     origin: Mapping[str, Any] = field(default_factory=dict)
+    """Commit, versions and command line."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What the launcher hands to every worker of a run (``plan.json`` in the run folder). ``plugins`` is the
-    experiment's module or file, which every worker imports for what it registers; ``started_at`` is the wall-clock time
-    (s since the epoch) at which the person pressed return; ``gpus`` are those of a worker, by its name: a worker that
-    is not in it sees what the launcher sees."""
+    """The plan that all workers of a run read, ``plan.json`` in the run folder."""
 
     spec: ExperimentSpec
+    """The experiment."""
     rpc: RpcConfig
+    """The section rpc."""
     monitor: MonitorConfig
+    """The section monitor."""
     exp_ctrl: CheckpointConfig
+    """The section exp_ctrl."""
     recover_mode: RecoverMode
+    """Whether the run resumes."""
     torch_threads: int
+    """The option torch_threads."""
     started_at: float
+    """Time of the launch in seconds since the epoch."""
     plugins: tuple[str, ...] = ()
+    """Modules or files that every worker imports, because they register components."""
     gpus: Mapping[str, int] = field(default_factory=dict)
+    """GPU of each worker by name; other workers see the launcher's GPUs."""
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    """The section network."""
     launch: Launch = field(default_factory=Launch)
+    """The record of the launch."""
 
     def write(self) -> None:
         """Write the plan into the run folder, which must exist."""
