@@ -401,7 +401,7 @@ class ExperimentSpec:
     export_role: str | None = None
     """Role that is exported in Hugging Face format at the end."""
     artifact: Path | None = None
-    """Folder that the exported role is copied to, for an experiment that runs before another."""
+    """Folder that ``export_role`` is written to; None for ``policy`` in the run folder."""
     log_keys: tuple[str, ...] = ()
     """Keys that need no consumer in the graph, because they are only logged."""
     advice: tuple[str, ...] = ()
