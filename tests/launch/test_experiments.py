@@ -160,7 +160,7 @@ def test_the_general_help_says_whose_the_other_sections_are(capsys):
         "reinforce, reinforce_aws, reward_model:"
     )
     assert shown.index("  ppo.algo=grpo ") > at
-    assert "Every task is played this many times, which makes a group. [at least 1]" in shown
+    assert "Number of rollouts per task, which form a group. [at least 1]" in shown
 
 
 TOY = Path(__file__).with_name("toy_experiment.py")

@@ -144,7 +144,7 @@ def test_a_ctrl_c_during_the_clean_up_waits_for_its_end_and_does_not_hide_the_ca
         scheduler = Impatient(WorkerExit("model_worker/0", -9, tmp_path / "none.log"))
         return run_workers(built.plan(built.spec, 0.0), scheduler, QUIET)
 
-    monkeypatch.setattr(launch_run, "_with_display", run)
+    monkeypatch.setattr(launch_run, "_run_with_display", run)
     assert launch_run.run_to_the_end(built, [], 0.0) == 128 + signal.SIGINT
     assert ended == ["all of them"]
     said = capsys.readouterr().err
@@ -492,7 +492,7 @@ def test_a_signal_asks_for_a_checkpoint_once_there_is_a_step_and_ends_the_launch
         return run_workers(built.plan(built.spec, 0.0), scheduler, QUIET, signals)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_run, "_with_display", run)
+        patch.setattr(launch_run, "_run_with_display", run)
         assert launch_run.run_to_the_end(built, [], 0.0) == 128 + signal.SIGTERM
     said = capsys.readouterr().err
     assert asked == (["master"] if reached else [])
