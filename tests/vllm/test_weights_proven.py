@@ -13,10 +13,10 @@ from realhf.backends.vllm.api import VllmApi
 from realhf.backends.vllm.generation import VllmGenerator
 from realhf.backends.vllm.server import VllmServer
 from realhf.base.tensor_digest import digests
-from realhf.dataflow.weight_proof import LONG, WrongWeights
+from realhf.dataflow.weight_proof import LONG_PREFIX, WrongWeights
 from tests.workers.weight_fleet import Fleet
 
-PREFIX = [5 + (7 * i) % 400 for i in range(LONG)]
+PREFIX = [5 + (7 * i) % 400 for i in range(LONG_PREFIX)]
 """Longer than a block of the server's prefix cache."""
 
 
