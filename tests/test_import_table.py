@@ -62,7 +62,7 @@ ROOMS: dict[str, str] = {
     "aws/episode": "api aws aws/cli aws/grading aws/real_aws aws/simulator aws/tasks base env/loader env/server",
     "aws/playground": "aws aws/episode aws/grading aws/simulator aws/tasks env/server web",
     "aws/server": "aws aws/episode aws/playground aws/real_aws aws/simulator aws/tasks env/server web",
-    "aws/training": "api aws aws/cli aws/episode aws/simulator aws/tasks base rollout",
+    "aws/training": "api aws aws/episode aws/simulator aws/tasks base rollout",
     "aws/client": "api aws base env rollout",
     "environments": "api base env/loader",
     "tinker": "api backends/embedded backends/training base web",

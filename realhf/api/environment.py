@@ -45,6 +45,8 @@ FAILURE_KINDS = ("unavailable", "timeout", "lost", "capacity", "internal")
 """Kinds of environment failures. ``unavailable``: a step was not executed and may be sent again;
 ``timeout``: no answer before the deadline; ``lost``: the session or its server no longer exists;
 ``capacity``: no free session; ``internal``: the environment's code raised or violated the contract."""
+DEFAULT_FAULT_KINDS = "unavailable=9,disconnect=1"
+"""Failures that an environment server injects for tests when no kinds are given, with their weights."""
 
 TRAIN = "train"
 HELD_OUT = "heldout"

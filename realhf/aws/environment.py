@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from realhf.api.environment import (
+    DEFAULT_FAULT_KINDS,
     HELD_OUT,
     AssistantMessage,
     DemonstrationProgram,
@@ -45,7 +46,6 @@ from realhf.base.installation import PACKAGE
 from realhf.base.text import shorten
 from realhf.base.tls import without_certificate
 from realhf.env.openenv_client import EnvError, OpenEnvClient, failure_kind, fetch_metadata, without_token
-from realhf.env.server.injected_faults import DEFAULT_FAULT_KINDS
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from realhf.base import process_clock
 from realhf.cluster import control_endpoint
 from realhf.cluster import scheduler as scheduler_module
 from realhf.cluster.control_endpoint import ControlEndpoint, HostLost
@@ -27,12 +28,12 @@ SOON_S = 30.0
 FLOOD = """
 import sys
 from pathlib import Path
-from realhf.cluster.messages import packed
+from realhf.cluster.messages import pack_message
 from realhf.cluster.cluster_keys import HostKeys
 from tests.cluster.strange_agent import StrangeAgent
 agent = StrangeAgent(sys.argv[1], HostKeys.read(Path(sys.argv[2])).of("flood"), "flood")
 agent.join()
-frames = packed("ping", agent.session)
+frames = pack_message("ping", agent.session)
 agent.socket.sndhwm = 100_000
 print("begins", flush=True)
 while True:
@@ -120,10 +121,15 @@ def test_a_host_that_sends_faster_than_the_door_reads_does_not_hold_it_open(
 
 
 @pytest.mark.nightly
-def test_a_host_is_found_lost_though_the_door_stood_still_for_long(opened: OpenEndpoint):
+def test_a_silent_host_is_found_lost_after_this_process_was_paused(
+    opened: OpenEndpoint, monkeypatch: pytest.MonkeyPatch
+):
+    """Its silence is counted without the pause."""
     opened.agent("a").join()
-    opened.control._excuse(1000.0)  # pyright: ignore[reportPrivateUsage]
-    deadline, lost = time.monotonic() + SOON_S, False
+    pauses = process_clock.CLOCK._pauses  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(pauses, "paused_s", pauses.paused_s + 1.0)
+    deadline = time.monotonic() + SOON_S
+    lost = False
     while not lost and time.monotonic() < deadline:
         lost = any(isinstance(event, HostLost) for event in opened.control.events())
         time.sleep(0.05)

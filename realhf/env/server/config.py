@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from realhf.env.server.injected_faults import DEFAULT_FAULT_KINDS, InjectedFaults
+from realhf.api.environment import DEFAULT_FAULT_KINDS
+from realhf.env.server.injected_faults import InjectedFaults
 from realhf.web.settings import ServerSettings, SettingError, setting
 
 

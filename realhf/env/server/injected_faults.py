@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from realhf.api.environment import DEFAULT_FAULT_KINDS
+
 UNAVAILABLE = "unavailable"
 """Kind of fault: an error frame that says that the step was not executed."""
 DISCONNECT = "disconnect"
@@ -19,8 +21,6 @@ DISCONNECT = "disconnect"
 HANG = "hang"
 """Kind of fault: there is no answer."""
 KINDS = (UNAVAILABLE, DISCONNECT, HANG)
-DEFAULT_FAULT_KINDS = "unavailable=9,disconnect=1"
-"""Default kinds of injected faults, with their weights."""
 
 
 def parse_kinds(text: str) -> dict[str, float]:
