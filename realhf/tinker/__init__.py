@@ -1,1 +1,1 @@
-"""A server that training loops written for the client ``tinker`` use as theirs (docs/tinker.md)."""
+"""Training server compatible with the client ``tinker`` (docs/tinker.md)."""

@@ -1,7 +1,7 @@
-"""The compute process as the server sees it: its start, and a channel for jobs and replies over a socket pair.
+"""The compute process and its message channel, a socket pair between the server and the process.
 
-A job is a numbered message and a body of bytes; its reply has the same number. Jobs of one model run in the order in
-which they were sent.
+A job is a message with a number and a body of bytes; its reply has the same number. Jobs of one model run in the order
+in which they were sent.
 """
 
 from __future__ import annotations
@@ -23,193 +23,228 @@ from realhf.base.messages import Message
 
 
 class ComputeOptions(Message, frozen=True):
-    """Options of the compute process."""
+    """Options of the compute process, passed at its start."""
 
     path: str
     """Folder of the base model."""
     dtype: str
-    """Element type of the base model."""
+    """Element type of the base model: ``float32`` or ``bfloat16``."""
     threads: int
     """Number of compute threads."""
     max_tokens_per_mb: int
-    """Most positions of a micro-batch."""
+    """Maximum number of positions of a micro-batch."""
     longest: int
-    """Most tokens of a sequence; 0: as many as the model takes."""
+    """Maximum sequence length in tokens; 0: the context length of the model."""
     kv_cache_gib: float | None
-    """Memory for keys and values in GiB; None: half of the free memory."""
+    """Memory of the key-value cache in GiB; None: half of the free memory."""
     full_weights: bool = False
-    """Whether all weights train, instead of adapters."""
+    """Whether all weights train instead of adapters."""
 
 
 class Create(Message, frozen=True, tag=True):
-    """Create a model: adapters of this rank, or a full copy of the base (rank 0).
-
-    ``folder``: load the weights saved there, and the optimizer state if ``moments``. ``keep``: then save the whole
-    state into this folder; "": do not.
-    """
+    """Create a model with new adapters, or load a saved one."""
 
     model: str
+    """Id of the model."""
     rank: int
+    """Rank of the adapters; 0 if all weights train."""
     seed: int
+    """Seed of the initial adapter weights."""
     mlp: bool
+    """Whether MLP layers get adapters."""
     attention: bool
+    """Whether attention layers get adapters."""
     unembedding: bool
+    """Whether the unembedding layer gets an adapter."""
     folder: str = ""
+    """Folder with saved weights to start from; "": start from scratch."""
     moments: bool = True
+    """Whether the optimizer state of ``folder`` is loaded as well."""
     keep: str = ""
+    """Folder to save the whole state into afterwards; "": do not save."""
 
 
 class Forward(Message, frozen=True, tag=True):
-    """Run the ``forward_backward`` request in the body. ``backward`` is false for a forward pass only."""
+    """Run the ``forward_backward`` request in the body."""
 
     model: str
+    """Id of the model."""
     backward: bool = True
+    """Whether the request has a backward pass."""
 
 
 class Update(Message, frozen=True, tag=True):
-    """Make an optimizer step; then save the whole state into the folder ``keep``, if not "". If the state cannot be
-    saved, this job, ``Create`` and ``Load`` succeed all the same."""
+    """Run an optimizer step. Like ``Create`` and ``Load`` it succeeds even if the state cannot be saved because the
+    disk is full."""
 
     model: str
+    """Id of the model."""
     params: dict[str, float]
+    """Parameters of AdamW for this step."""
     keep: str = ""
+    """Folder to save the whole state into afterwards; "": do not save."""
 
 
 class Drop(Message, frozen=True, tag=True):
     """Drop the accumulated gradients, as a failed step does."""
 
     model: str
+    """Id of the model."""
 
 
 class Spoil(Message, frozen=True, tag=True):
-    """Make the next optimizer step fail: one of its gradients is missing, for the reason ``why``."""
+    """Make the next optimizer step fail, because a gradient that belongs to it is missing."""
 
     model: str
+    """Id of the model."""
     why: str
+    """Why the gradient is missing."""
 
 
 class Save(Message, frozen=True, tag=True):
-    """Save weights into a folder: the trained ones (``sampler``), with the optimizer state (``training``), or a whole
-    model with merged weights (``external``)."""
+    """Save the weights of a model."""
 
     model: str
+    """Id of the model."""
     folder: str
+    """Target folder."""
     kind: Literal["sampler", "training", "external"]
+    """``sampler``: the trained weights; ``training``: these and the optimizer state; ``external``: a whole model with
+    merged weights."""
 
 
 class Load(Message, frozen=True, tag=True):
-    """Load saved weights; then save the whole state into the folder ``keep``, if not ""."""
+    """Load saved weights into a model."""
 
     model: str
+    """Id of the model."""
     folder: str
+    """Folder of the saved weights."""
     moments: bool
+    """Whether the optimizer state is loaded as well."""
     keep: str = ""
+    """Folder to save the whole state into afterwards; "": do not save."""
 
 
 class Unload(Message, frozen=True, tag=True):
     """Remove a model from memory."""
 
     model: str
+    """Id of the model."""
 
 
 class Sample(Message, frozen=True, tag=True):
-    """Run the ``sample`` request in the body with the weights saved in ``folder``; "": with the base model."""
+    """Run the ``sample`` request in the body."""
 
     folder: str
+    """Folder of the saved weights to sample with; "": the base model."""
 
 
 class Cancel(Message, frozen=True, tag=True):
-    """Cancel the sample job of this number; it gets no reply."""
+    """Cancel a job. A cancelled job gets no reply."""
 
     job: int
+    """Number of the job."""
 
 
 Work = Create | Forward | Update | Drop | Spoil | Save | Load | Unload | Sample | Cancel
+"""The kinds of work of the compute process."""
 
 
 class Job(Message, frozen=True):
-    """A job; its body follows. ``again``: it ran before, to restore the model. If it fails now, the model is removed,
-    since later jobs would run with other weights."""
+    """A numbered piece of work; its body follows as a second message."""
 
     number: int
+    """Number of the job, repeated in its replies."""
     work: Work
+    """The work."""
     again: bool = False
+    """Whether the job is a replay, which rebuilds a model. If a replay fails the model is removed: the jobs after it
+    would run with the wrong weights."""
 
 
 class Began(Message, frozen=True, tag=True):
-    """The job of this number has started."""
+    """Reply: a job has started."""
 
     number: int
+    """Number of the job."""
 
 
 class Done(Message, frozen=True, tag=True):
-    """The result of a job; the body of the answer follows."""
+    """Reply: a job has ended; the body of the response follows as a second message."""
 
     number: int
     """Number of the job."""
     error: str = ""
-    """Why the job failed; "": it succeeded."""
+    """Why the job failed; "" if it succeeded."""
     theirs: bool = False
-    """Whether the request of the client was the cause of the failure."""
+    """Whether the client caused the error."""
     kept: bool = False
-    """Whether the whole state was saved into the folder ``keep`` of the job."""
+    """Whether the state was saved into the ``keep`` folder of the job."""
     version: int = -1
-    """Version of the weights that the job used or made."""
+    """Version of the weights that the job computed with."""
     digest: str = ""
     """Digest of these weights."""
     numbers: dict[str, float] = msgspec.field(default_factory=dict)
-    """Statistics."""
+    """Metrics of the job."""
 
 
 class Ready(Message, frozen=True, tag=True):
-    """The base model is loaded."""
+    """Reply: the base model is loaded."""
 
     longest: int
-    """Most tokens of a sequence."""
+    """Maximum sequence length in tokens."""
     vocabulary: int
-    """Number of tokens of the vocabulary."""
+    """Size of the vocabulary."""
     digest: str
-    """Digest of the weights."""
+    """Digest of the weights of the base model."""
     nbytes: int
-    """Bytes of the weights."""
+    """Bytes of these weights."""
 
 
-Told = Began | Done | Ready
-_SEND, _STOP_S, _STOPS_WITHIN_S = msgspec.msgpack.Encoder(), 5.0, 10.0
+ComputeReply = Began | Done | Ready
+"""The messages of the compute process."""
+_ENCODER = msgspec.msgpack.Encoder()
+_FLUSH_TIMEOUT_S = 5.0
+"""How long ``Channel.close`` waits for the outgoing messages."""
+_EXIT_TIMEOUT_S = 10.0
+"""How long the compute process may take to exit after SIGTERM before it is killed."""
 
 
 class Channel:
-    """A message channel over a socket, with a thread for each direction. ``send`` never blocks.
-
-    ``kind``: type of the received messages. ``take(message, body)`` is called for each of them, and ``ended()`` once
-    when the other side has closed.
-    """
+    """One end of a message channel. It sends and receives on its own threads: ``on_message(message, body)`` is called
+    on the receiving thread for each message, decoded as ``message_type``, and ``on_end()`` once when the other end has
+    closed. ``send`` never blocks."""
 
     def __init__(
-        self, own: socket.socket, kind: object, take: Callable[..., None], ended: Callable[[], None] = lambda: None
+        self,
+        own: socket.socket,
+        message_type: object,
+        on_message: Callable[..., None],
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._connection = Connection(own.detach())
-        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)  # pyright: ignore[reportArgumentType]
-        self._take, self._ended = take, ended
+        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(message_type)  # pyright: ignore[reportArgumentType]
+        self._on_message = on_message
+        self._on_end = on_end
         self._outgoing: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for work, name in ((self._receive, "jobs in"), (self._write, "jobs out"))
-        ]
+        self._receiver = threading.Thread(target=self._receive, name="jobs in", daemon=True)
+        self._sender = threading.Thread(target=self._write, name="jobs out", daemon=True)
 
     def start(self) -> None:
-        """Start the threads."""
-        for thread in self._threads:
-            thread.start()
+        """Start sending and receiving."""
+        self._receiver.start()
+        self._sender.start()
 
     def send(self, message: Message, body: bytes = b"") -> None:
-        """Send a message and its body."""
-        self._outgoing.put((_SEND.encode(message), body))
+        """Queue a message and its body for sending."""
+        self._outgoing.put((_ENCODER.encode(message), body))
 
     def close(self) -> None:
-        """Send everything that is queued, then close this direction; the other side notices."""
+        """Send the queued messages, then close this end for writing, which the other end sees as the end of the
+        stream."""
         self._outgoing.put(None)
-        self._threads[1].join(_STOP_S)
+        self._sender.join(_FLUSH_TIMEOUT_S)
 
     def _write(self) -> None:
         try:
@@ -217,10 +252,10 @@ class Channel:
                 for part in item:
                     self._connection.send_bytes(part)
         except OSError:
-            return  # the receiving thread reports it
-        self._shut()
+            return  # the receiving thread reports the end of the channel
+        self._shut_down_writing()
 
-    def _shut(self) -> None:
+    def _shut_down_writing(self) -> None:
         with socket.socket(fileno=self._connection.fileno()) as own:
             try:
                 own.shutdown(socket.SHUT_WR)
@@ -232,30 +267,34 @@ class Channel:
     def _receive(self) -> None:
         try:
             while True:
-                message, body = self._connection.recv_bytes(), self._connection.recv_bytes()
-                self._take(self._decoder.decode(message), body)
+                message = self._connection.recv_bytes()
+                body = self._connection.recv_bytes()
+                self._on_message(self._decoder.decode(message), body)
         except (EOFError, OSError):
-            self._outgoing.put(None)  # else the writing thread would wait forever, and keep the socket open
-            self._ended()
+            self._outgoing.put(None)  # stop the sending thread, which would keep the socket open
+            self._on_end()
 
 
 class ComputeProcess:
-    """The compute process of the running event loop; it ends with this process.
-
-    ``told`` is called on the loop with each message and its body, and ``lost`` with the exit code of a process that
-    ends without ``stop``.
-    """
+    """Handle of the compute process. ``on_reply(reply, body)`` and ``on_exit(exit_code)`` are called on the event loop
+    that is running when the handle is created; ``on_exit`` is not called after ``stop``. The process ends with this
+    one."""
 
     def __init__(
-        self, options: ComputeOptions, told: Callable[[Told, bytes], None], lost: Callable[[int], None]
+        self,
+        options: ComputeOptions,
+        on_reply: Callable[[ComputeReply, bytes], None],
+        on_exit: Callable[[int], None],
     ) -> None:
-        self._options, self._tell, self._lose = msgspec.json.encode(options).decode(), told, lost
+        self._options = msgspec.json.encode(options).decode()
+        self._on_reply = on_reply
+        self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
 
     def start(self) -> None:
-        """Start the process, or a new one after the process died."""
+        """Start the process, or a new one after it has died."""
         ours, theirs = socket.socketpair()
         with theirs:
             arguments = [str(os.getpid()), "0", "realhf.tinker.compute", str(theirs.fileno()), self._options]
@@ -265,33 +304,34 @@ class ComputeProcess:
                 stdin=subprocess.DEVNULL,
             )
 
-        def told(message: Told, body: bytes) -> None:
-            self._loop.call_soon_threadsafe(self._tell, message, body)
+        def on_message(message: ComputeReply, body: bytes) -> None:
+            self._loop.call_soon_threadsafe(self._on_reply, message, body)
 
-        def ended() -> None:
-            self._loop.call_soon_threadsafe(self._lost, process)
+        def on_end() -> None:
+            self._loop.call_soon_threadsafe(self._reap, process)
 
-        self._channel = Channel(ours, Told, told, ended)
+        self._channel = Channel(ours, ComputeReply, on_message, on_end)
         self._channel.start()
 
     def send(self, job: Job, body: bytes = b"") -> None:
-        """Send a job; never blocks."""
+        """Send a job without blocking."""
         assert self._channel is not None, "it is started first"
         self._channel.send(job, body)
 
     async def stop(self) -> None:
-        """End the process, if it was started."""
-        process, self._process = self._process, None
+        """Stop the process; does nothing before ``start``."""
+        process = self._process
+        self._process = None
         if process is None:
             return
         process.terminate()
         try:
-            await asyncio.to_thread(process.wait, _STOPS_WITHIN_S)
+            await asyncio.to_thread(process.wait, _EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
-    def _lost(self, process: subprocess.Popen[bytes]) -> None:
+    def _reap(self, process: subprocess.Popen[bytes]) -> None:
         if process is self._process:
-            process.kill()  # it may have closed its end only
-            self._lose(process.wait())
+            process.kill()  # it may have closed only its end of the channel
+            self._on_exit(process.wait())

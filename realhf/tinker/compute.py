@@ -1,14 +1,16 @@
-"""The compute process: it holds the base model and the adapters of all clients, trains and samples.
+"""The compute process: holds the base model and the adapters of all clients, trains and samples.
 
     python -m realhf.tinker.compute DESCRIPTOR OPTIONS
 
-The server starts it, and it ends with the server. It is not a model worker of a run: those execute the calls of one
-graph, step by step, on samples of their buffer, and hold one model for each role. Here, independent clients send their
-own data at any time, and adapters come and go. The engines are the same: ``TorchEngine`` trains, ``DecodeCore``
-samples.
+``DESCRIPTOR`` is the file descriptor of a socket to the server, ``OPTIONS`` a ``ComputeOptions`` as JSON. The server
+starts the process, and it exits with the server.
 
-One thread computes. It runs one training job of each model in turn, and after each job samples for as long as the job
-took.
+It is not a model worker of a run. Model workers execute the calls of one dataflow graph step by step, on samples from
+the run's buffer, with one model for each role. Here independent clients send their own data at any time, and adapters
+are created and removed. The computation is the same: ``TorchEngine`` trains, ``DecodeCore`` samples.
+
+One thread computes. It runs the training jobs of the models round-robin, the jobs of each model in order. After each
+training job it samples for as long as that job took, if there is anything to sample.
 """
 
 from __future__ import annotations
@@ -60,21 +62,21 @@ from realhf.tinker.channel import (
     Update,
 )
 from realhf.tinker.sampling import VERSION, Sampler
-from realhf.tinker.training import TRAINING_COPIES, AdapterSpec, Held, TrainedModel
+from realhf.tinker.training import TRAINING_COPIES, AdapterSpec, TrainedModel, WeightsId
 from realhf.tinker.wire import BadRequest, read_json, read_pass, types
 
 _log = logging.getLogger(__name__)
 
-
-_REST_S = 60.0
-"""Seconds without work after which free memory goes back to the system."""
+_IDLE_S = 60.0
+"""Seconds without work after which the memory of forward and backward passes is returned to the system."""
 
 
 class Computer:
-    """Runs jobs with one base model; ``tell`` sends their replies."""
+    """Runs jobs on one base model. ``reply(message, body=b"")`` sends the replies."""
 
-    def __init__(self, options: ComputeOptions, tell: Callable[..., None]) -> None:
-        self._options, self._tell = options, tell
+    def __init__(self, options: ComputeOptions, reply: Callable[..., None]) -> None:
+        self._options = options
+        self._reply = reply
         self._threads = compute_threads(options.threads)
         self._threads.take()
         self._heap = Heap()
@@ -88,108 +90,114 @@ class Computer:
         self.longest = min(options.longest or limit, limit)
         self.vocabulary = int(self._base.config.get_text_config().vocab_size)
         weights = named_weights(self._base)
-        self.digest, self.nbytes = joint_digest(digests(weights)), sum(tensor.nbytes for tensor in weights.values())
+        self.digest = joint_digest(digests(weights))
+        self.nbytes = sum(tensor.nbytes for tensor in weights.values())
         self._models: dict[str, TrainedModel] = {}
         self._queues: dict[str, deque[tuple[Job, bytes]]] = {}
-        self._turns: deque[str] = deque()
+        self._round_robin: deque[str] = deque()  # models with queued jobs
         self._changed = threading.Condition()
-        self._arrived: deque[tuple[Job, bytes]] = deque()
+        self._inbox: deque[tuple[Job, bytes]] = deque()
         self._closing = False
         self._sampler = Sampler(
             self._base,
             self._tokenizer,
-            ends=_ends(self._tokenizer, options.path),
+            end_tokens=_find_end_tokens(self._tokenizer, options.path),
             longest=self.longest,
-            most_bytes=lambda: _cache_bytes(options.kv_cache_gib, device),
-            began=lambda number: tell(Began(number)),
+            max_bytes=lambda: _max_cache_bytes(options.kv_cache_gib, device),
+            on_start=lambda number: reply(Began(number)),
             full_weights=options.full_weights,
         )
-        self._room = _free(device)
+        self._free_at_start = _free_bytes(device)
 
-    def take(self, job: Job, body: bytes) -> None:
-        """Queue a job; may be called from any thread."""
+    def submit(self, job: Job, body: bytes) -> None:
+        """Queue a job. May be called from any thread."""
         with self._changed:
-            self._arrived.append((job, body))
+            self._inbox.append((job, body))
             self._changed.notify()
 
     def close(self) -> None:
-        """End ``serve`` after the running job."""
+        """Make ``serve`` return after the current job."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def serve(self) -> None:
         """Run jobs until ``close``."""
-        sample_until, rested = 0.0, True
+        sample_until = 0.0
+        memory_returned = True
         while True:
             with self._changed:
-                while not (self._closing or self._arrived or self._turns or self._sampler.busy):
-                    if not self._changed.wait(None if rested else _REST_S):
+                while not (self._closing or self._inbox or self._round_robin or self._sampler.busy):
+                    if not self._changed.wait(None if memory_returned else _IDLE_S):
                         self._heap.trim()
-                        rested = True
+                        memory_returned = True
                 if self._closing:
                     return
-                arrived, self._arrived = list(self._arrived), deque()
-                rested = False
-            for job, body in arrived:
-                self._sort(job, body)
-            if self._turns and not (self._sampler.busy and process_clock.now() < sample_until):
-                began = process_clock.now()
-                self._train(self._turns.popleft())
-                sample_until = 2 * process_clock.now() - began
+                new_jobs = list(self._inbox)
+                self._inbox = deque()
+                memory_returned = False
+            for job, body in new_jobs:
+                self._enqueue(job, body)
+            if self._round_robin and not (self._sampler.busy and process_clock.now() < sample_until):
+                started = process_clock.now()
+                self._run_next(self._round_robin.popleft())
+                # Sampling gets as much time as the training job took: now + (now - started).
+                sample_until = 2 * process_clock.now() - started
             if self._sampler.busy:
                 with self._threads.computing():
                     self._sampler.step()
 
-    def _sort(self, job: Job, body: bytes) -> None:
+    def _enqueue(self, job: Job, body: bytes) -> None:
         work = job.work
         if isinstance(work, Cancel):
             self._sampler.cancel(work.job)
         elif isinstance(work, Sample):
             try:
-                self._sampler.submit(job.number, work.folder, read_json(types.SampleRequest, body), self._sampled)
+                request = read_json(types.SampleRequest, body)
+                self._sampler.submit(job.number, work.folder, request, self._on_sampled)
             except Exception as error:
-                self._failed(job.number, error)
+                self._reply_error(job.number, error)
         else:
             queue = self._queues.setdefault(work.model, deque())
             if not queue:
-                self._turns.append(work.model)
+                self._round_robin.append(work.model)
             queue.append((job, body))
 
-    def _train(self, model: str) -> None:
-        """Run the next job of a model, and put the model at the end of the queue if it has more."""
+    def _run_next(self, model: str) -> None:
+        """Run the next job of a model, then move the model to the end of the round-robin order if it has more jobs."""
         queue = self._queues[model]
         job, body = queue.popleft()
-        self._tell(Began(job.number))
+        self._reply(Began(job.number))
         if job.again and isinstance(job.work, Update) and model in self._models:
-            self._models[model].missing = ""  # the step succeeded before, by a version without this check
+            # The step succeeded in its first run: an older version of the server did not check for missing gradients.
+            self._models[model].missing = ""
         try:
-            answer, numbers = self._do(job.work, body)
-            kept = isinstance(job.work, (Create, Update, Load)) and self._keep(job.work)
-            held = self._models[model].held if model in self._models else Held(-1, "")
-            done = Done(job.number, kept=kept, version=held.version, digest=held.digest, numbers=numbers)
-            self._tell(done, answer)
+            response, metrics = self._run(job.work, body)
+            kept = isinstance(job.work, (Create, Update, Load)) and self._keep_state(job.work)
+            weights = self._models[model].weights_id if model in self._models else WeightsId(-1, "")
+            done = Done(job.number, kept=kept, version=weights.version, digest=weights.digest, numbers=metrics)
+            self._reply(done, response)
         except Exception as error:
             if job.again:
-                self._drop(model)
-            self._failed(job.number, error)
+                self._remove(model)
+            self._reply_error(job.number, error)
         if queue:
-            self._turns.append(model)
+            self._round_robin.append(model)
         else:
             del self._queues[model]
 
-    def _do(self, work: Any, body: bytes) -> tuple[bytes, dict[str, float]]:
-        """Run a job; return the body of the reply, and statistics."""
+    def _run(self, work: Any, body: bytes) -> tuple[bytes, dict[str, float]]:
+        """Run a training job; return the body of the response and the metrics."""
         if isinstance(work, Create):
             self._create(work)
         elif isinstance(work, Unload):
-            self._drop(work.model)
+            self._remove(work.model)
         elif isinstance(work, (Drop, Spoil)) and work.model not in self._models:
-            pass  # its creation failed
+            pass  # the creation of the model failed
         elif work.model not in self._models:
             raise RuntimeError(f"model {work.model} is not loaded: its creation failed")
         elif isinstance(work, Forward):
-            return self._pass(work, body), {}
+            return self._run_pass(work, body), {}
         elif isinstance(work, Update):
             return b"", self._models[work.model].update(work.params)
         elif isinstance(work, Drop):
@@ -202,9 +210,9 @@ class Computer:
             self._load(self._models[work.model], Path(work.folder), moments=work.moments)
         return b"", {}
 
-    def _pass(self, work: Forward, body: bytes) -> bytes:
-        """Run a pass and return its answer. If it fails, the next step must fail, too: other parts of the same call may
-        have added their gradients."""
+    def _run_pass(self, work: Forward, body: bytes) -> bytes:
+        """Run a pass and return the body of its response. A failed backward pass makes the next optimizer step fail:
+        the client may have split one batch into several requests, and the gradients of the others are accumulated."""
         model = self._models[work.model]
         try:
             return model.run(read_pass(body, vocabulary=self.vocabulary, longest=self.longest))
@@ -213,38 +221,41 @@ class Computer:
                 model.missing = first_line(error)
             raise
 
-    def _drop(self, model: str) -> None:
-        """Remove a model and free its memory at once: an engine is a reference cycle, which only the collector
-        frees."""
+    def _remove(self, model: str) -> None:
+        """Remove a model and release its memory at once. An engine has reference cycles, so that without a garbage
+        collection its memory would be released at some later time."""
         if self._models.pop(model, None) is not None:
             gc.collect()
             self._heap.trim()
 
     def _create(self, work: Create) -> None:
-        needed, there = TRAINING_COPIES * self.nbytes, len(self._models)
-        if self._options.full_weights and work.model not in self._models and (there + 1) * needed > self._room:
+        needed = TRAINING_COPIES * self.nbytes
+        count = len(self._models)
+        is_new = work.model not in self._models
+        if self._options.full_weights and is_new and (count + 1) * needed > self._free_at_start:
             raise BadRequest(
-                f"memory: to train all weights of a model takes {needed / 2**30:.1f} GiB; {there} are in memory, which "
-                f"had {self._room / 2**30:.1f} GiB free before the first; --max-adapters bounds how many there are"
+                f"memory: to train all weights of a model takes {needed / 2**30:.1f} GiB; {count} are in memory, which "
+                f"had {self._free_at_start / 2**30:.1f} GiB free before the first; --max-adapters bounds how many "
+                "there are"
             )
         spec = AdapterSpec(work.rank, work.seed, work.mlp, work.attention, work.unembedding)
         with self._threads.computing():
-            made = TrainedModel(self._base, self._tokenizer, spec, self._options, self._threads)
+            model = TrainedModel(self._base, self._tokenizer, spec, self._options, self._threads)
         if work.folder:
-            self._load(made, Path(work.folder), moments=work.moments)
-        self._models[work.model] = made
-        _log.info("model %s: rank %d, %.1f MiB to train it", work.model, work.rank, made.nbytes() / 2**20)
+            self._load(model, Path(work.folder), moments=work.moments)
+        self._models[work.model] = model
+        _log.info("model %s: rank %d, %.1f MiB to train it", work.model, work.rank, model.nbytes() / 2**20)
 
     def _load(self, model: TrainedModel, folder: Path, *, moments: bool) -> None:
         try:
             model.load(folder, moments=moments)
-        except (FileNotFoundError, ValueError) as error:  # clients must not see paths of this machine
+        except (FileNotFoundError, ValueError) as error:  # hide the server's paths from clients
             raise BadRequest(str(error).replace(str(folder), folder.name)) from None
 
-    def _keep(self, work: Create | Update | Load) -> bool:
-        """Save the whole state if the job asks for it; return whether it was saved. The job does not fail if the state
-        cannot be saved, since a client that repeats a step would make it twice. A restart resumes from an earlier
-        state."""
+    def _keep_state(self, work: Create | Update | Load) -> bool:
+        """Save the whole state of the model if the job asks for it; return whether it was saved. The job succeeds even
+        if its state cannot be saved: a client that repeated a step would apply it twice. After a crash the state is
+        rebuilt from an earlier one."""
         if not work.keep:
             return False
         try:
@@ -254,70 +265,75 @@ class Computer:
             return False
         return True
 
-    def _save(self, model: str, folder: Path, kind: str) -> float:
-        made = self._models[model]
+    def _save(self, model_id: str, folder: Path, kind: str) -> float:
+        """Save a model durably and return the bytes of its files. The folder appears only once it is complete."""
+        model = self._models[model_id]
         with whole_folder(folder) as partial:
             if kind == "external":
                 with self._threads.computing():
-                    made.export(partial)
+                    model.export(partial)
             else:
-                made.save(partial, moments=kind == "training")
-            held = {"version": made.held.version, "digest": made.held.digest}
-            (partial / VERSION).write_text(json.dumps(held), encoding="utf-8")
-            for file in sorted(partial.rglob("*")):  # it must be on the disk before the store refers to it
+                model.save(partial, moments=kind == "training")
+            weights = {"version": model.weights_id.version, "digest": model.weights_id.digest}
+            (partial / VERSION).write_text(json.dumps(weights), encoding="utf-8")
+            for file in sorted(partial.rglob("*")):  # files must be durable before the server records them as saved
                 sync(file)
             sync(partial)
         sync(folder.parent)
         return float(sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
 
-    def _sampled(self, number: int, answer: bytes | Exception, held: Held) -> None:
-        if isinstance(answer, Exception):
-            self._failed(number, answer)
+    def _on_sampled(self, number: int, response: bytes | Exception, weights: WeightsId) -> None:
+        if isinstance(response, Exception):
+            self._reply_error(number, response)
         else:
-            self._tell(Done(number, version=held.version, digest=held.digest), answer)
+            self._reply(Done(number, version=weights.version, digest=weights.digest), response)
 
-    def _failed(self, number: int, error: Exception) -> None:
-        theirs = isinstance(error, (BadRequest, FileNotFoundError, FloatingPointError))
-        if not theirs:
+    def _reply_error(self, number: int, error: Exception) -> None:
+        is_client_error = isinstance(error, (BadRequest, FileNotFoundError, FloatingPointError))
+        if not is_client_error:
             _log.exception("job %d failed", number, exc_info=error)
-        said = f"out of memory: {error}" if oom_message(error) is not None else first_line(error)
-        self._tell(Done(number, error=said[:2000] or type(error).__name__, theirs=theirs))
+        text = f"out of memory: {error}" if oom_message(error) is not None else first_line(error)
+        self._reply(Done(number, error=text[:2000] or type(error).__name__, theirs=is_client_error))
 
 
-def _cache_bytes(gib: float | None, device: torch.device) -> int:
-    """Return the largest number of bytes of keys and values, the only bound on what clients request."""
-    most = cache_bytes(gib, device, shared=True)
-    return _free(torch.device("cpu")) // 2 if most is None else most
+def _max_cache_bytes(gib: float | None, device: torch.device) -> int:
+    """Return the maximum bytes of the key-value cache: ``gib``, or half of the free memory. Nothing else bounds what
+    clients request."""
+    limit = cache_bytes(gib, device, shared=True)
+    return _free_bytes(torch.device("cpu")) // 2 if limit is None else limit
 
 
-def _free(device: torch.device) -> int:
+def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free, left = psutil.virtual_memory().available, memory_left()
-    return free if left is None else min(free, left)
+    available = psutil.virtual_memory().available
+    cgroup_left = memory_left()
+    return available if cgroup_left is None else min(available, cgroup_left)
 
 
-def _ends(tokenizer: Any, path: str) -> frozenset[int]:
-    """Return the end-of-sequence tokens of the tokenizer and of ``generation_config.json``."""
-    ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+def _find_end_tokens(tokenizer: Any, path: str) -> frozenset[int]:
+    """Return the tokens that end a sequence unless a request names others: the end-of-sequence token of the tokenizer
+    and those of ``generation_config.json``."""
+    tokens = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     try:
-        said = json.loads((Path(path) / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+        config = json.loads((Path(path) / "generation_config.json").read_text(encoding="utf-8"))
+        eos = config.get("eos_token_id")
     except (OSError, ValueError):
-        said = None
-    return frozenset(ends | {each for each in (said if isinstance(said, list) else [said]) if isinstance(each, int)})
+        eos = None
+    return frozenset(tokens | {token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int)})
 
 
 def main(arguments: list[str]) -> int:
-    """Run jobs for the server at the other end of the socket until it closes."""
+    """Serve jobs from the socket of descriptor ``arguments[0]`` until its other end closes; return the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both; the server ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts both; the server stops this process
     options = msgspec.json.decode(arguments[1].encode(), type=ComputeOptions)
     own = socket.socket(fileno=int(arguments[0]))
 
-    def take(job: Job, body: bytes) -> None:
-        computer.take(job, body)
+    def submit(job: Job, body: bytes) -> None:
+        computer.submit(job, body)
 
-    channel = Channel(own, Job, take, lambda: computer.close())
+    channel = Channel(own, Job, submit, lambda: computer.close())
     computer = Computer(options, channel.send)
     channel.start()
     channel.send(Ready(computer.longest, computer.vocabulary, computer.digest, computer.nbytes))

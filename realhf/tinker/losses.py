@@ -1,8 +1,11 @@
-"""The losses that a client may name, as its documentation defines them: sums over tokens, without a mean.
+"""Losses of the training API, as the client's documentation defines them: sums over tokens, not means.
 
-Every function gets tensors of one length, position by position: ``logprobs`` f32 (n,) of the targets, which carries the
-gradient, what the client sent (``inputs``), and ``sequence`` i64 (n,), which datum a position belongs to; it returns
-the loss of each position, f32 (n,). Cross-entropy also takes (n, K), K targets a position.
+Each loss function takes tensors of n packed positions: ``logprobs`` f32 (n,), the log-probabilities of the targets
+under the trained model, which carry the gradient; ``inputs``, the tensors from the client, f32 (n,) each; and
+``sequence`` i64 (n,), the index of the datum of each position. It returns the loss of each position, f32 (n,).
+Cross-entropy also takes (n, K), for K targets a position.
+
+Notation: p is the probability of a target under the trained model, q under the model that sampled it; ratio is p / q.
 
 Sources: importance sampling, https://tinker-docs.thinkingmachines.ai/losses; PPO, Schulman et al. 2017
 (arXiv:1707.06347), equation 7; CISPO, MiniMax 2025 (arXiv:2506.13585), equation 4; DRO, Richemond et al. 2024
@@ -19,63 +22,72 @@ import torch
 from torch import Tensor
 
 Inputs = Mapping[str, Tensor]
+"""Loss inputs of the positions by name."""
 Settings = Mapping[str, float]
-LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
+"""Settings of the loss by name."""
+LOW = "clip_low_threshold"
+"""Lower clip threshold of the ratio: a setting of the request, or an input with one value a position."""
+HIGH = "clip_high_threshold"
+"""Upper clip threshold, likewise."""
 SEQUENCE_MASK = "sequence_ratio_mask"
+"""Input that marks the positions over which GSPO averages the log-ratio of a sequence."""
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
-    """Return -weight * log p. A weight may be negative: the second pass of a custom loss sends its slope."""
+    """Return -weight * log p. A weight may be negative: for a custom loss, which the client evaluates, the second pass
+    sends the derivative of the loss by the log-probability as weight."""
     del sequence, settings
     return -logprobs * inputs["weights"]
 
 
 def importance_sampling(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
-    """Return -p / q * advantage; log q is ``inputs["logprobs"]``."""
+    """Return -ratio * advantage; log q is ``inputs["logprobs"]``."""
     del sequence, settings
     return -(logprobs - inputs["logprobs"]).exp() * inputs["advantages"]
 
 
 def ppo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
-    """Return the negative of the smaller one of ratio times advantage and clipped ratio times advantage."""
+    """Return -min(ratio * advantage, clipped ratio * advantage)."""
     del sequence
-    return _clipped((logprobs - inputs["logprobs"]).exp(), inputs, settings)
+    return _clipped_loss((logprobs - inputs["logprobs"]).exp(), inputs, settings)
 
 
 def cispo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
-    """Return -log p times advantage times the clipped ratio, through which no gradient goes."""
+    """Return -clipped ratio * log p * advantage. The ratio carries no gradient."""
     del sequence
     ratio = (logprobs.detach() - inputs["logprobs"]).exp()
-    return -_within(ratio, inputs, settings) * logprobs * inputs["advantages"]
+    return -_clip_ratio(ratio, inputs, settings) * logprobs * inputs["advantages"]
 
 
 def dro(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
     """Return -(log p * advantage - beta / 2 * (log p - log q)^2)."""
     del sequence
-    apart = logprobs - inputs["logprobs"]
-    return -(logprobs * inputs["advantages"] - 0.5 * settings["beta"] * apart.square())
+    log_ratio = logprobs - inputs["logprobs"]
+    return -(logprobs * inputs["advantages"] - 0.5 * settings["beta"] * log_ratio.square())
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, settings: Settings) -> Tensor:
-    """Return PPO's loss with one ratio for a sequence, the geometric mean over the positions that
-    ``sequence_ratio_mask`` marks, whose gradient at a position is that of its own log-probability. A sequence without a
-    marked position has the ratio 1."""
+    """Return PPO's loss with one ratio for each sequence: the geometric mean of the ratios at the positions that
+    ``sequence_ratio_mask`` marks. At each position the gradient is that of the position's own log-probability. A
+    sequence without marked positions has ratio 1."""
     marked = (inputs[SEQUENCE_MASK] != 0).to(logprobs.dtype)
-    apart = torch.where(marked > 0, logprobs.detach() - inputs["logprobs"], torch.zeros_like(marked))
-    sums = torch.zeros(int(sequence.max()) + 1, dtype=logprobs.dtype, device=logprobs.device)
-    counts = sums.index_add(0, sequence, marked).clamp(min=1)
-    mean = (sums.index_add(0, sequence, apart) / counts)[sequence]
-    return _clipped((mean + logprobs - logprobs.detach()).exp(), inputs, settings)
+    log_ratio = torch.where(marked > 0, logprobs.detach() - inputs["logprobs"], torch.zeros_like(marked))
+    zeros = torch.zeros(int(sequence.max()) + 1, dtype=logprobs.dtype, device=logprobs.device)
+    counts = zeros.index_add(0, sequence, marked).clamp(min=1)
+    mean = (zeros.index_add(0, sequence, log_ratio) / counts)[sequence]
+    # logprobs - logprobs.detach() is zero, but carries the gradient of the position (straight-through).
+    return _clipped_loss((mean + logprobs - logprobs.detach()).exp(), inputs, settings)
 
 
-def _clipped(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
+def _clipped_loss(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
     advantages = inputs["advantages"]
-    return -torch.minimum(ratio * advantages, _within(ratio, inputs, settings) * advantages)
+    return -torch.minimum(ratio * advantages, _clip_ratio(ratio, inputs, settings) * advantages)
 
 
-def _within(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """Clip by the thresholds of each position if the client sent them, else by those of the request."""
-    low, high = inputs.get(LOW), inputs.get(HIGH)
+def _clip_ratio(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
+    """Clip to the thresholds of each position if the client sent them, else to those of the request."""
+    low = inputs.get(LOW)
+    high = inputs.get(HIGH)
     low = torch.full_like(ratio, settings[LOW]) if low is None else low
     high = torch.full_like(ratio, settings[HIGH]) if high is None else high
     return torch.minimum(torch.maximum(ratio, low), high)
@@ -83,16 +95,16 @@ def _within(ratio: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss that a client may name."""
+    """A loss that clients can request."""
 
     compute: Callable[[Tensor, Inputs, Tensor, Settings], Tensor]
-    """Returns the loss of each position."""
+    """The loss function: (logprobs, inputs, sequence, settings) to the loss of each position."""
     needs: tuple[str, ...]
-    """Tensors that every datum must have."""
+    """Required input tensors of each datum."""
     takes: tuple[str, ...] = ()
-    """Tensors that a datum may have: clip thresholds of single positions."""
+    """Optional input tensors: clip thresholds of single positions."""
     settings: Mapping[str, float] = field(default_factory=dict)
-    """Settings with their defaults."""
+    """Settings and their defaults."""
 
 
 _POLICY = ("logprobs", "advantages")
@@ -105,19 +117,20 @@ LOSSES: Mapping[str, TokenLoss] = {
     "dro": TokenLoss(dro, _POLICY, (), {"beta": 0.05}),
     "gspo": TokenLoss(gspo, (*_POLICY, SEQUENCE_MASK), (LOW, HIGH), {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}),
 }
-"""The supported losses, by the names of the client's ``LossFnType``. Defaults of CISPO and GSPO are those of
-their papers: no lower bound, and 3e-4 and 4e-4."""
-_NOT_CARRIED = {
+"""The supported losses by their names in the client's ``LossFnType``. The defaults of CISPO and GSPO are those of their
+papers: no lower bound for CISPO, 1 - 3e-4 and 1 + 4e-4 for GSPO."""
+_UNSUPPORTED = {
     "stable_reinforce": "its formula is not public; importance_sampling, ppo, cispo and gspo train on the same data",
     "custom": "losses are not traced here; forward_backward_custom computes them in the client instead",
 }
+"""Losses of the client that this server does not support, and why."""
 
 
-def loss_named(name: str, config: Mapping[str, float | str]) -> tuple[TokenLoss, dict[str, float]]:
-    """Return the loss of a name, and its settings. Raises ValueError for a loss that is not supported, and for a
-    setting that it does not have or that is not a finite number."""
+def find_loss(name: str, config: Mapping[str, float | str]) -> tuple[TokenLoss, dict[str, float]]:
+    """Return the loss ``name`` and its settings: the defaults, overridden by ``config``. Raises ValueError, which names
+    the unsupported loss, or the unknown or invalid setting."""
     if name not in LOSSES:
-        why = _NOT_CARRIED.get(name, f"there are {', '.join(LOSSES)}")
+        why = _UNSUPPORTED.get(name, f"there are {', '.join(LOSSES)}")
         raise ValueError(f"loss_fn {name!r} is not carried by this server: {why}")
     loss = LOSSES[name]
     for key, value in config.items():

@@ -1,7 +1,7 @@
-"""The HTTP routes of the training API, except those about weights.
+"""HTTP routes of the training API, except those about checkpoints (``weights_routes``).
 
-Bodies and answers are of the client's own types. A request that cannot be carried out is refused if that is known at
-once (HTTP 400 to 429, which the client raises as ``APIStatusError``); otherwise its future fails
+Request and response bodies are of the client's own types. Invalid requests are refused before they get a future if that
+is possible (HTTP 400 to 429, which the client raises as ``APIStatusError``), else the future fails
 (``RequestFailedError``).
 """
 
@@ -21,32 +21,34 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from realhf.tinker.access import OWNER, error_body, guard_rules
-from realhf.tinker.desk import Desk, counted, json_answer
+from realhf.tinker.request_handler import RequestHandler, check_number, json_response
 from realhf.tinker.service import Service
 from realhf.tinker.store import FAILED
-from realhf.tinker.weights_routes import WeightsRoutes, rank_of
+from realhf.tinker.weights_routes import WeightsRoutes, lora_fields
 from realhf.tinker.wire import PROTOBUF, BadRequest, read_head, read_json, types
 from realhf.web.guard import RequestGuard, refusal_response
 from realhf.web.refusal import Refusal
 
 LONG_POLL_S = 30.0
-"""Seconds that a request for the result of a future waits. The client waits 45."""
+"""How long ``retrieve_future`` waits for a result; the client's timeout is 45 s."""
 Handler = Callable[[Request], Awaitable[Response]]
+"""A function that answers a request."""
 
 
 def build_app(service: Service) -> Starlette:
-    """Return the application of a service that is open."""
+    """Return the ASGI application of an open service."""
     routes = Routes(service)
     return Starlette(
         routes=[
-            Route(f"/api/v1{path}", guarded(handler), methods=[method]) for method, path, handler in routes.table()
+            Route(f"/api/v1{path}", with_error_responses(handler), methods=[method])
+            for method, path, handler in routes.table()
         ],
         middleware=[Middleware(RequestGuard, rules=guard_rules(service.options))],
     )
 
 
-def guarded(handler: Handler) -> Handler:
-    """Return a handler that answers with the error when ``handler`` refuses a request."""
+def with_error_responses(handler: Handler) -> Handler:
+    """Wrap a handler so that refusals and store errors become error responses."""
 
     async def guard(request: Request) -> Response:
         try:
@@ -66,12 +68,13 @@ class Routes:
     """The handlers of one service."""
 
     def __init__(self, service: Service) -> None:
-        self._desk = Desk(service)
-        self._weights = WeightsRoutes(self._desk)
+        self._handler = RequestHandler(service)
+        self._weights = WeightsRoutes(self._handler)
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """Return method, path and handler of each route."""
-        run, counts = "/training_runs/{model}", self._desk.numbered
+        run = "/training_runs/{model}"
+        with_seq = self._handler.with_seq
         return [
             ("GET", "/healthz", self.health),
             ("GET", "/get_server_capabilities", self.capabilities),
@@ -86,12 +89,12 @@ class Routes:
             ("POST", "/create_model", self.create_model),
             ("POST", "/unload_model", self.unload_model),
             ("POST", "/get_info", self.get_info),
-            ("POST", "/forward_backward", counts("forward_backward", self.forward_backward)),
-            ("POST", "/optim_step", counts("optim_step", self.optim_step)),
-            ("POST", "/save_weights", counts("save_weights", self._weights.save_weights)),
-            ("POST", "/save_weights_for_sampler", counts("save_weights_for_sampler", self._weights.save_for_sampler)),
-            ("POST", "/save_weights_external", counts("save_weights_external", self._weights.save_external)),
-            ("POST", "/load_weights", counts("load_weights", self._weights.load_weights)),
+            ("POST", "/forward_backward", with_seq("forward_backward", self.forward_backward)),
+            ("POST", "/optim_step", with_seq("optim_step", self.optim_step)),
+            ("POST", "/save_weights", with_seq("save_weights", self._weights.save_weights)),
+            ("POST", "/save_weights_for_sampler", with_seq("save_weights_for_sampler", self._weights.save_for_sampler)),
+            ("POST", "/save_weights_external", with_seq("save_weights_external", self._weights.save_external)),
+            ("POST", "/load_weights", with_seq("load_weights", self._weights.load_weights)),
             ("POST", "/create_sampling_session", self.create_sampler),
             ("POST", "/join_sampling_session", self.join_sampler),
             ("GET", "/samplers/{sampler}", self.sampler),
@@ -107,79 +110,81 @@ class Routes:
             ("GET", "/download/{model}/{name}/{file:path}", self._weights.download),
             ("GET", "/checkpoints", self._weights.all_checkpoints),
             ("POST", "/weights_info", self._weights.weights_info),
-            ("POST", "/{path:path}", counts("", self.unknown)),
+            ("POST", "/{path:path}", with_seq("", self.unknown)),
         ]
 
     async def unknown(self, request: Request) -> Response:
-        """Refuse an unknown request, as of another version of the client. Its number counts as used."""
-        await self._desk.body(request)
+        """Refuse a request that this server does not know, such as one of another client version. If it has a sequence
+        number, that is recorded as failed."""
+        await self._handler.body(request)
         raise Refusal(404, f"this server has no request {request.url.path!r:.200}")
 
-    # ---- what is known of everybody
+    # ---- server
 
     async def health(self, request: Request) -> Response:
-        """Answer the health check."""
-        return json_answer(types.HealthResponse(status="ok"))
+        """Answer a health check."""
+        return json_response(types.HealthResponse(status="ok"))
 
     async def capabilities(self, request: Request) -> Response:
-        """Name the base model."""
-        ready = self._desk.service.ready
-        names = dict.fromkeys([self._desk.options.public_name, *sorted(self._desk.options.names)])
+        """Return the names and the context length of the base model."""
+        ready = self._handler.service.ready
+        names = dict.fromkeys([self._handler.options.public_name, *sorted(self._handler.options.names)])
         models = [
             types.SupportedModel(
                 model_name=name, max_context_length=ready.longest if ready else None, trainable=True, sampleable=True
             )
             for name in names
         ]
-        return json_answer(types.GetServerCapabilitiesResponse(supported_models=models))
+        return json_response(types.GetServerCapabilitiesResponse(supported_models=models))
 
     async def client_config(self, request: Request) -> Response:
-        """Tell the client how large the parts of a batch may be: as large as a body."""
-        await self._desk.body(request)
-        most = max(1 << 20, (self._desk.options.max_body_mib << 20) // 4)
-        return JSONResponse({"fwdbwd_max_chunk_bytes_count": most, "sample_max_concurrent_requests": 1024})
+        """Return the client's settings: into parts of which size it splits a batch, and how many samples it requests at
+        the same time."""
+        await self._handler.body(request)
+        max_chunk = max(1 << 20, (self._handler.options.max_body_mib << 20) // 4)
+        return JSONResponse({"fwdbwd_max_chunk_bytes_count": max_chunk, "sample_max_concurrent_requests": 1024})
 
     async def dynamic_config(self, request: Request) -> Response:
-        """Tell the client that samples can be cancelled."""
-        await self._desk.body(request)
+        """Return the client's settings that may change: it cancels samples that it no longer waits for."""
+        await self._handler.body(request)
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
-        """Accept the telemetry of the client, and discard it."""
-        await self._desk.body(request, data=True)
-        return json_answer(types.TelemetryResponse(status="accepted"))
+        """Accept telemetry and discard it."""
+        await self._handler.body(request, data=True)
+        return json_response(types.TelemetryResponse(status="accepted"))
 
     # ---- sessions
 
     async def create_session(self, request: Request) -> Response:
-        """Start a session."""
-        asked = await self._desk.asked(request, types.CreateSessionRequest)
+        """Create a session."""
+        asked = await self._handler.parse(request, types.CreateSessionRequest)
         if asked.project_id is not None:
             raise Refusal(400, "project_id is not carried by this server")
-        self._desk.service.check_disk()
+        self._handler.service.check_disk()
         session = f"s-{secrets.token_hex(8)}"
         info = {"tags": asked.tags, "user_metadata": asked.user_metadata, "display_name": asked.display_name}
-        self._desk.store.add_session(session, request.scope[OWNER], info)
-        return json_answer(types.CreateSessionResponse(session_id=session))
+        self._handler.store.add_session(session, request.scope[OWNER], info)
+        return json_response(types.CreateSessionResponse(session_id=session))
 
     async def heartbeat(self, request: Request) -> Response:
-        """Record a heartbeat."""
-        asked = await self._desk.asked(request, types.SessionHeartbeatRequest)
-        self._desk.session(request, asked.session_id)
+        """Record a heartbeat of a session."""
+        asked = await self._handler.parse(request, types.SessionHeartbeatRequest)
+        self._handler.session(request, asked.session_id)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def sessions(self, request: Request) -> Response:
-        """List sessions."""
-        return json_answer(types.ListSessionsResponse(sessions=self._desk.store.sessions(request.scope[OWNER])))
+        """List the sessions of the client."""
+        return json_response(types.ListSessionsResponse(sessions=self._handler.store.sessions(request.scope[OWNER])))
 
     async def session(self, request: Request) -> Response:
-        """Describe a session."""
+        """Return the models, samplers and metadata of a session."""
         session = request.path_params["session"]
-        info = self._desk.session(request, session, alive=False)
-        models = [row.id for row in self._desk.store.models(request.scope[OWNER]) if row.session == session]
-        samplers = [row.id for row in self._desk.store.samplers(session)]
+        info = self._handler.session(request, session, alive=False)
+        models = [row.id for row in self._handler.store.models(request.scope[OWNER]) if row.session == session]
+        samplers = [row.id for row in self._handler.store.samplers(session)]
         metadata = {key: str(value) for key, value in (info.get("user_metadata") or {}).items()}
-        return json_answer(
+        return json_response(
             types.GetSessionResponse(
                 training_run_ids=models,
                 sampler_ids=samplers,
@@ -189,30 +194,31 @@ class Routes:
         )
 
     async def finish_session(self, request: Request) -> Response:
-        """End a session: its models leave the memory."""
-        await self._desk.body(request)
+        """Finish a session and unload its models."""
+        await self._handler.body(request)
         session = request.path_params["session"]
-        self._desk.session(request, session, alive=False)
-        self._desk.store.see_session(session, finished=True)
-        self._desk.service.end_lapsed()
+        self._handler.session(request, session, alive=False)
+        self._handler.store.touch_session(session, finished=True)
+        self._handler.service.unload_lapsed()
         return Response(status_code=204)
 
     # ---- training
 
     async def create_model(self, request: Request) -> Response:
-        """Queue the creation of a model: adapters, or a full copy of the weights."""
-        body = await self._desk.body(request)
+        """Create a model: one with adapters, or with ``--full-weights`` one whose weights all train."""
+        body = await self._handler.body(request)
         asked = read_json(types.CreateModelRequest, body)
-        self._desk.check_base(asked.base_model)
-        self._desk.check_optimizer(asked.optimizer_config)
-        lora, full = asked.lora_config or types.LoraConfig(rank=0), self._desk.options.full_weights
+        self._handler.check_base(asked.base_model)
+        self._handler.check_optimizer(asked.optimizer_config)
+        lora = asked.lora_config or types.LoraConfig(rank=0)
+        full = self._handler.options.full_weights
         if asked.lora_config is None and not full:
             raise Refusal(400, "lora_config is missing: this server trains adapters, not all weights (--full-weights)")
         if full and not (lora.train_mlp and lora.train_attn and lora.train_unembed):
             raise Refusal(400, "lora_config: all weights train here (--full-weights), whatever they belong to")
-        if not full and not 1 <= lora.rank <= self._desk.options.max_rank:
+        if not full and not 1 <= lora.rank <= self._handler.options.max_rank:
             raise Refusal(
-                400, f"lora_config.rank {lora.rank} must be from 1 to {self._desk.options.max_rank} (--max-rank)"
+                400, f"lora_config.rank {lora.rank} must be from 1 to {self._handler.options.max_rank} (--max-rank)"
             )
         if not (lora.train_mlp or lora.train_attn or lora.train_unembed):
             raise Refusal(400, "lora_config: one of train_mlp, train_attn and train_unembed is needed")
@@ -225,105 +231,104 @@ class Routes:
             "unembedding": lora.train_unembed,
             "metadata": asked.user_metadata,
         }
-        return self._desk.new_model(request, asked.session_id, asked.model_seq_id, "create_model", options, b"{}")
+        return self._handler.new_model(request, asked.session_id, asked.model_seq_id, "create_model", options, b"{}")
 
     async def unload_model(self, request: Request) -> Response:
-        """Queue the unloading of a model; its checkpoints stay."""
-        asked = await self._desk.asked(request, types.UnloadModelRequest)
-        return self._desk.unload(request, asked.model_id)
+        """Unload a model for good; its checkpoints stay."""
+        asked = await self._handler.parse(request, types.UnloadModelRequest)
+        return self._handler.unload(request, asked.model_id)
 
     async def get_info(self, request: Request) -> Response:
-        """Describe a model."""
-        asked = await self._desk.asked(request, types.GetInfoRequest)
-        row = self._desk.model(request, asked.model_id)
+        """Return the base model, tokenizer and LoRA rank of a model."""
+        asked = await self._handler.parse(request, types.GetInfoRequest)
+        row = self._handler.model(request, asked.model_id)
         data = {
             "arch": "causal_lm",
-            "model_name": self._desk.options.public_name,
-            "tokenizer_id": self._desk.options.public_name,
+            "model_name": self._handler.options.public_name,
+            "tokenizer_id": self._handler.options.public_name,
         }
-        info = {"type": "get_info", "model_id": row.id, **rank_of(row.options)}
-        return JSONResponse({**info, "model_data": data, "model_name": self._desk.options.public_name})
+        info = {"type": "get_info", "model_id": row.id, **lora_fields(row.options)}
+        return JSONResponse({**info, "model_data": data, "model_name": self._handler.options.public_name})
 
     async def forward_backward(self, request: Request) -> Response:
-        """Queue a forward pass, or a forward and a backward pass."""
+        """Run a forward pass, and a backward pass unless the request is ``forward_only``."""
         if PROTOBUF not in request.headers.get("content-type", ""):
-            with suppress(Refusal):  # only its number is read, which stands before the data
-                await self._desk.body(request)
+            with suppress(Refusal):  # only the sequence number is needed, so a small part of the body suffices
+                await self._handler.body(request)
             raise Refusal(415, f"forward_backward takes a body of the type {PROTOBUF}")
-        body = await self._desk.body(request, data=True)
+        body = await self._handler.body(request, data=True)
         head = read_head(body)
         kind = "forward" if head.forward_only else "forward_backward"
-        return self._desk.promise(request, kind, head.model, head.seq, body)
+        return self._handler.submit(request, kind, head.model, head.seq, body)
 
     async def optim_step(self, request: Request) -> Response:
-        """Queue an optimizer step."""
-        asked = await self._desk.asked(request, types.OptimStepRequest)
+        """Run an optimizer step (AdamW)."""
+        asked = await self._handler.parse(request, types.OptimStepRequest)
         if not isinstance(asked.optim_params, types.AdamParams):
             kind = asked.optim_params.type
             raise Refusal(400, f"optim_params of {kind} are not carried by this server: AdamParams are")
         body = json.dumps({"params": asked.optim_params.model_dump()}).encode()
-        return self._desk.promise(request, "optim_step", asked.model_id, asked.seq_id, body)
+        return self._handler.submit(request, "optim_step", asked.model_id, asked.seq_id, body)
 
     # ---- sampling
 
     async def create_sampler(self, request: Request) -> Response:
-        """Create a sampler of saved weights, or of the base model."""
-        asked = await self._desk.asked(request, types.CreateSamplingSessionRequest)
-        self._desk.service.check_disk()
-        self._desk.session(request, asked.session_id)
+        """Create a sampler of a checkpoint, or of the base model."""
+        asked = await self._handler.parse(request, types.CreateSamplingSessionRequest)
+        self._handler.service.check_disk()
+        self._handler.session(request, asked.session_id)
         folder = ""
         if asked.model_path is not None:
-            folder = str(
-                self._desk.service.shelf.folder_of(
-                    self._desk.service.shelf.find(request.scope[OWNER], asked.model_path)
-                )
-            )
+            checkpoints = self._handler.service.checkpoints
+            folder = str(checkpoints.folder_of(checkpoints.find(request.scope[OWNER], asked.model_path)))
         else:
-            self._desk.check_base(asked.base_model)
-        sampler = f"{asked.session_id}:sample:{counted(asked.sampling_session_seq_id)}"
+            self._handler.check_base(asked.base_model)
+        sampler = f"{asked.session_id}:sample:{check_number(asked.sampling_session_seq_id)}"
         owner = request.scope[OWNER]
-        self._desk.store.add_sampler(sampler, owner, asked.session_id, folder, asked.model_path or "")
-        return json_answer(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
+        self._handler.store.add_sampler(sampler, owner, asked.session_id, folder, asked.model_path or "")
+        return json_response(types.CreateSamplingSessionResponse(sampling_session_id=sampler))
 
     def _sampler(self, request: Request, sampler: str) -> Any:
-        row = self._desk.store.sampler(sampler)
+        row = self._handler.store.sampler(sampler)
         if row is None or row.owner != request.scope[OWNER]:
             raise Refusal(404, f"there is no sampler {sampler!r:.200}")
         return row
 
     async def join_sampler(self, request: Request) -> Response:
-        """Give a further client of a sampler its number."""
-        asked = await self._desk.asked(request, types.JoinSamplingSessionRequest)
+        """Return a client number for another client of a sampler."""
+        asked = await self._handler.parse(request, types.JoinSamplingSessionRequest)
         self._sampler(request, asked.sampling_session_id)
-        return json_answer(
-            types.JoinSamplingSessionResponse(client_counter=self._desk.store.new_clone(asked.sampling_session_id))
+        return json_response(
+            types.JoinSamplingSessionResponse(
+                client_counter=self._handler.store.next_client_number(asked.sampling_session_id)
+            )
         )
 
     async def sampler(self, request: Request) -> Response:
-        """Return the weights of a sampler."""
+        """Return the base model and the checkpoint of a sampler."""
         row = self._sampler(request, request.path_params["sampler"])
-        told = {"sampler_id": row.id, "base_model": self._desk.options.public_name, "model_path": row.path or None}
-        return JSONResponse(told)
+        base = self._handler.options.public_name
+        return JSONResponse({"sampler_id": row.id, "base_model": base, "model_path": row.path or None})
 
     async def sample(self, request: Request) -> Response:
-        """Queue samples."""
-        body = await self._desk.body(request, data=True)
+        """Sample sequences."""
+        body = await self._handler.body(request, data=True)
         asked = read_json(types.SampleRequest, body)
         if asked.sampling_session_id is None or asked.seq_id is None:
             raise Refusal(400, "sampling_session_id and seq_id are needed; create_sampling_session gives the first")
         row = self._sampler(request, asked.sampling_session_id)
-        self._desk.store.see_session(row.session)
-        name = self._desk.service.promise(row.owner, "sample", row.id, asked.seq_id, body)
-        return self._desk.promised(
+        self._handler.store.touch_session(row.session)
+        name = self._handler.service.submit(row.owner, "sample", row.id, asked.seq_id, body)
+        return self._handler.future(
             name, sample_sequence_ids=[f"{name}:{i}" for i in range(min(asked.num_samples, 1 << 16))]
         )
 
-    # ---- promises
+    # ---- futures
 
     async def retrieve(self, request: Request) -> Response:
-        """Wait for the result of a future."""
-        asked = await self._desk.asked(request, types.FutureRetrieveRequest)
-        ended = await self._desk.service.outcome(request.scope[OWNER], asked.request_id, LONG_POLL_S)
+        """Wait for a future and return its result; status 408 after ``LONG_POLL_S``, and the client asks again."""
+        asked = await self._handler.parse(request, types.FutureRetrieveRequest)
+        ended = await self._handler.service.wait_for(request.scope[OWNER], asked.request_id, LONG_POLL_S)
         if ended is None:
             return JSONResponse({"type": "try_again", "request_id": asked.request_id, "queue_state": "active"}, 408)
         headers = {}
@@ -334,27 +339,28 @@ class Routes:
             return JSONResponse({"error": ended.error, "category": category}, headers=headers)
         if ended.kind in ("forward", "forward_backward", "sample"):
             return Response(ended.result, media_type=PROTOBUF, headers=headers)
-        return JSONResponse(_told(ended.kind, ended.target, ended.info), headers=headers)
+        return JSONResponse(_build_result(ended.kind, ended.target, ended.info), headers=headers)
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel a sample request."""
+        """Cancel a ``sample`` request."""
         try:
-            name = str(json.loads(await self._desk.body(request))["request_id"])
+            name = str(json.loads(await self._handler.body(request))["request_id"])
         except (ValueError, KeyError, TypeError):
             raise Refusal(400, "request_id is missing") from None
-        self._desk.service.cancel(request.scope[OWNER], name)
+        self._handler.service.cancel(request.scope[OWNER], name)
         return Response(status_code=204)
 
 
-def _told(kind: str, model: str, info: Any) -> dict[str, Any]:
-    """Return the answer of a request whose result is on the disk; the client ignores version and digest."""
-    proof = {"weights_version": info.get("version"), "weights_digest": info.get("digest")}
+def _build_result(kind: str, model: str, info: Any) -> dict[str, Any]:
+    """Return the JSON result of a finished request. In addition to the client's fields it has the version and digest of
+    the weights."""
+    weights = {"weights_version": info.get("version"), "weights_digest": info.get("digest")}
     if kind in ("create_model", "unload_model"):
-        return {"type": kind, "model_id": model, **proof}
+        return {"type": kind, "model_id": model, **weights}
     if kind == "optim_step":
-        return {"metrics": info["numbers"], **proof}
+        return {"metrics": info["numbers"], **weights}
     if kind == "load_weights":
-        return {"type": kind, "path": info["path"], "model_id": model, **proof}
+        return {"type": kind, "path": info["path"], "model_id": model, **weights}
     if info["sampler"]:
-        return {"type": kind, "path": None, "sampling_session_id": info["sampler"], **proof}
-    return {"type": kind, "path": info["path"], **proof}
+        return {"type": kind, "path": None, "sampling_session_id": info["sampler"], **weights}
+    return {"type": kind, "path": info["path"], **weights}

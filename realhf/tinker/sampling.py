@@ -1,11 +1,13 @@
-"""Samples for many requests at once, with the weights that each names: all sequences of one set of weights decode
-together, requests join between two tokens, and sets take turns.
+"""Continuous batching of ``sample`` requests over several sets of weights.
 
-A set of weights is the base model, the base with adapters that were saved, or saved weights of the whole model, which
-are read into one copy of it for as long as their set has its turn. Adapters are merged for as long as their
-set has its turn (``LoraAdapters``, which proves the merge), so that there is one copy of merged weights, however many
-sets wait. Within a set a request waits for room only; a set that is in use stops taking requests when another has
-waited for ``TURN_S``.
+A set of weights is the base model, the base with saved adapters, or saved weights of the whole model. One set is active
+at a time. All sequences of the active set decode together, and its requests join between two tokens as soon as there is
+room in the key-value cache. The active set accepts no more requests once a request for another set has waited for
+``SWITCH_S``; when its sequences have ended, the set of the longest waiting request becomes active.
+
+Whole-model weights are loaded into one copy of the model when their set becomes active. Adapters are merged when their
+set becomes active (``LoraAdapters``, which verifies the merge), so there is one copy of merged weights, however many
+sets wait.
 """
 
 from __future__ import annotations
@@ -31,106 +33,133 @@ from realhf.backends.training.lora import ADAPTER, CONFIG, LoraAdapters
 from realhf.backends.training.packed_forward import Heads, heads_of
 from realhf.backends.training.selected_logprobs import bent
 from realhf.base.tensor_digest import TensorDigester, joint_digest
-from realhf.tinker.training import Held, load_whole, sharing_copy
-from realhf.tinker.wire import BadRequest, Sampled, Scored, TopK, check_tokens, prompt_tokens, sample_answer
+from realhf.tinker.training import WeightsId, copy_sharing_tensors, load_all_weights
+from realhf.tinker.wire import (
+    BadRequest,
+    PromptScores,
+    SampledSequence,
+    TopK,
+    check_tokens,
+    prompt_tokens,
+    serialize_samples,
+)
 
-TURN_S = 2.0
-MOST_SAMPLES = 1024
-"""Sequences that one request may ask for."""
-MOST_TOP = 1024
-MOST_LISTED = 1 << 22
-"""Places in the lists of the likeliest tokens of one answer, each of which has eight bytes."""
-MOST_STOPS, LONGEST_STOP = 64, 256
-"""Stop strings of a request, and their letters: every token that is drawn is looked at for all of them."""
-LEAST_TEMPERATURE = 1e-3
-"""Below it, but for 0, logits would leave the range of fp32, and with them everybody's who samples at once."""
+SWITCH_S = 2.0
+"""Seconds that a request for another set of weights waits before the active set accepts no more requests."""
+MAX_SAMPLES = 1024
+"""Maximum number of sequences of a request."""
+MAX_TOP_K = 1024
+"""Maximum number of most likely tokens of a position that a request may ask for."""
+MAX_TOP_K_CELLS = 1 << 22
+"""Maximum number of entries of all top-k lists of a response, of eight bytes each."""
+MAX_STOP_STRINGS = 64
+"""Maximum number of stop strings of a request: each sampled token is checked for all of them."""
+MAX_STOP_LENGTH = 256
+"""Maximum number of characters of a stop string."""
+MIN_TEMPERATURE = 1e-3
+"""Minimum temperature except 0. Below it logits would overflow fp32, and the whole batch would fail."""
 _LOGIT_BYTES = 1 << 26
-MASKED = -99999.0
-"""The client's log-probability of a place in a list of the likeliest that nothing stands in."""
-BASE = Held(0, "base")
-Answered = Callable[[int, bytes | Exception, Held], None]
-"""Is called with the number of a request, its answer or what went wrong, and the weights that sampled."""
+"""Maximum bytes of the fp32 logits that are computed at once."""
+UNSCORED_LOGPROB = -99999.0
+"""The client's log-probability for positions without a top-k list."""
+BASE = WeightsId(0, "base")
+"""Identity of the base model."""
+VERSION = "version.json"
+"""File next to saved weights with their version and digest."""
+OnSampled = Callable[[int, bytes | Exception, WeightsId], None]
+"""Called with the number of a request, the body of its response or its error, and the weights that sampled it."""
 
 
 @dataclass(eq=False)
-class Asked:
-    """One request that is sampled: its turns, which end one by one, the ``likeliest`` tokens of each by its slot, and
-    what is wanted of its prompt. ``texts`` are stop strings; ``done`` is called with the answer, or with what went
-    wrong."""
+class SampleJob:
+    """A ``sample`` request in progress. Each of its sequences is one turn of the decoder."""
 
     number: int
+    """Number of the request."""
     folder: str
+    """Folder of the weights; "": the base model."""
     prompt: np.ndarray
+    """Prompt tokens, i64 (n,)."""
     request: Any
+    """The client's ``SampleRequest``."""
     config: GenConfig
-    stops: frozenset[int]
-    texts: tuple[str, ...]
-    done: Answered
-    only_scored: bool = False
-    """There is no room behind the prompt: nothing is drawn."""
+    """Its sampling parameters."""
+    stop_tokens: frozenset[int]
+    """Tokens that end a sequence."""
+    stop_strings: tuple[str, ...]
+    """Strings that end a sequence."""
+    on_done: OnSampled
+    """Called once with the response or the error."""
+    scores_only: bool = False
+    """Whether only the prompt is scored: it fills the context, so nothing can be sampled."""
     turns: list[Turn] = field(default_factory=list)
-    likeliest: dict[int, TopK] = field(default_factory=dict)
-    left: int = 0
-    since: float = field(default_factory=time.monotonic)
+    """The sequences."""
+    top_k: dict[int, TopK] = field(default_factory=dict)
+    """Most likely tokens of each position of a finished sequence, by its slot."""
+    unfinished: int = 0
+    """Number of sequences that have not finished."""
+    submitted_at: float = field(default_factory=time.monotonic)
+    """When the request came, in seconds of the monotonic clock."""
 
 
-class Weights:
-    """One set of weights that can sample: a model whose parameters are these for as long as ``use`` says so."""
+class SamplingWeights:
+    """The active set of weights: ``model`` has the weights of the last ``use``, ``core`` decodes with it."""
 
-    def __init__(self, base: Any, most_bytes: Callable[[], int | None], full_weights: bool) -> None:
-        self._base, self._most_bytes = base, most_bytes
-        self._whole = copy.deepcopy(base) if full_weights else None
-        self._adapters: dict[str, LoraAdapters] = {}  # by their shape
+    def __init__(self, base: Any, max_bytes: Callable[[], int | None], full_weights: bool) -> None:
+        self._base = base
+        self._max_bytes = max_bytes
+        self._whole_model = copy.deepcopy(base) if full_weights else None
+        self._adapters: dict[str, LoraAdapters] = {}  # by shape: rank, alpha and target layers
         self._digester = TensorDigester()
-        self.held, self.model = BASE, base
-        self.core = DecodeCore(base, max_bytes=most_bytes)
+        self.weights_id = BASE
+        self.model = base
+        self.core = DecodeCore(base, max_bytes=max_bytes)
         self.heads: Heads = heads_of(base)
-        self._in_use: LoraAdapters | None = None
+        self._merged: LoraAdapters | None = None  # the adapters that are merged into ``model``
 
     def use(self, folder: str) -> None:
-        """Compute with the weights of this folder from now on, or with the base (""). Raises FileNotFoundError where
-        they are gone."""
+        """Activate the weights of a folder, or the base model (""). Raises FileNotFoundError if they are gone."""
         self.core.release()
-        if self._in_use is not None:
-            self._in_use.changed()
-            self._in_use = None
+        if self._merged is not None:
+            self._merged.changed()
+            self._merged = None
         if not folder:
-            self.model, self.held = self._base, BASE
-        elif self._whole is not None:
-            load_whole(self._whole, Path(folder))
-            self.model, self.held = self._whole, self._proved(Path(folder), named_weights(self._whole))
+            self.model = self._base
+            self.weights_id = BASE
+        elif self._whole_model is not None:
+            load_all_weights(self._whole_model, Path(folder))
+            self.model = self._whole_model
+            self.weights_id = self._identify(Path(folder), named_weights(self._whole_model))
         else:
-            adapters = self._shaped_like(Path(folder))
+            adapters = self._adapters_for(Path(folder))
             adapters.load(Path(folder) / ADAPTER)
-            self._in_use = adapters
+            self._merged = adapters
             self.model = adapters.merged()
-            self.held = self._proved(Path(folder), adapters.tensors())
-        self.core = DecodeCore(self.model, max_bytes=self._most_bytes)
+            self.weights_id = self._identify(Path(folder), adapters.tensors())
+        self.core = DecodeCore(self.model, max_bytes=self._max_bytes)
         self.heads = heads_of(self.model)
 
-    def _proved(self, folder: Path, tensors: Mapping[str, Tensor]) -> Held:
+    def _identify(self, folder: Path, tensors: Mapping[str, Tensor]) -> WeightsId:
         digests = {name: self._digester.digest(tensor) for name, tensor in tensors.items()}
-        return Held(_version(folder), joint_digest(digests))
+        return WeightsId(_read_version(folder), joint_digest(digests))
 
-    def _shaped_like(self, folder: Path) -> LoraAdapters:
-        """Return adapters of the shape of the saved ones. Only those of one shape are kept."""
+    def _adapters_for(self, folder: Path) -> LoraAdapters:
+        """Return adapters of the shape that is saved in ``folder``. Only the adapters of the last shape are kept."""
         try:
-            said = json.loads((folder / ADAPTER / CONFIG).read_text(encoding="utf-8"))
+            config = json.loads((folder / ADAPTER / CONFIG).read_text(encoding="utf-8"))
         except OSError:
             raise FileNotFoundError(f"the weights of {folder.name} are no longer kept here") from None
-        targets = sorted(said["target_modules"])
-        shape = json.dumps([said["r"], said["lora_alpha"], targets])
+        targets = sorted(config["target_modules"])
+        shape = json.dumps([config["r"], config["lora_alpha"], targets])
         if shape not in self._adapters:
-            options = LoraConfig(int(said["r"]), float(said["lora_alpha"]), targets, 0.0)
-            self._adapters = {shape: LoraAdapters(sharing_copy(self._base), options, role="sampler", head=True)}
+            options = LoraConfig(int(config["r"]), float(config["lora_alpha"]), targets, 0.0)
+            model = copy_sharing_tensors(self._base)
+            self._adapters = {shape: LoraAdapters(model, options, role="sampler", head=True)}
         return self._adapters[shape]
 
 
-VERSION = "version.json"
-"""Beside saved adapters: which version they are."""
-
-
-def _version(folder: Path) -> int:
+def _read_version(folder: Path) -> int:
+    """Return the version of saved weights; -1 if it is unknown."""
     try:
         return int(json.loads((folder / VERSION).read_text(encoding="utf-8"))["version"])
     except (OSError, ValueError, KeyError):
@@ -138,121 +167,129 @@ def _version(folder: Path) -> int:
 
 
 class Sampler:
-    """Plays requests over ``base`` (transformers) a step at a time. ``ends`` are the tokens that end a sequence where
-    the request names none; ``longest`` bounds prompt and sampled tokens together; ``began`` is called with the number
-    of a request before anything of it is computed. ``full_weights``: what is saved is the whole model."""
+    """Runs ``sample`` requests on ``base``, a transformers model, one step at a time. ``end_tokens`` end a sequence
+    unless its request names stop tokens or strings. ``longest`` is the maximum length of prompt and sampled tokens
+    together. ``max_bytes()`` is the maximum size of the key-value cache (None: no maximum). ``on_start`` is called with
+    the number of a request before its computation starts. With ``full_weights`` saved weights are those of the whole
+    model."""
 
     def __init__(
         self,
         base: Any,
         tokenizer: Any,
         *,
-        ends: frozenset[int],
+        end_tokens: frozenset[int],
         longest: int,
-        most_bytes: Callable[[], int | None] = lambda: None,
-        began: Callable[[int], None] = lambda number: None,
+        max_bytes: Callable[[], int | None] = lambda: None,
+        on_start: Callable[[int], None] = lambda number: None,
         full_weights: bool = False,
     ) -> None:
-        self._began = began
-        self._weights = Weights(base, most_bytes, full_weights)
-        self._tokenizer, self._ends, self._longest = tokenizer, ends, longest
+        self._on_start = on_start
+        self._weights = SamplingWeights(base, max_bytes, full_weights)
+        self._tokenizer = tokenizer
+        self._end_tokens = end_tokens
+        self._longest = longest
         self._vocabulary = int(base.config.get_text_config().vocab_size)
-        self._folder = ""
-        self._waiting: list[Asked] = []
-        self._joining: list[tuple[Asked, Turn]] = []
-        self._playing: dict[int, tuple[Asked, Turn]] = {}  # by slot
-        self._scoring: list[tuple[Asked, Turn]] = []  # ended, and their likeliest tokens are asked for
+        self._folder = ""  # of the active weights
+        self._waiting: list[SampleJob] = []
+        self._joining: list[tuple[SampleJob, Turn]] = []  # wait for room in the cache
+        self._decoding: dict[int, tuple[SampleJob, Turn]] = {}  # by slot
+        self._scoring: list[tuple[SampleJob, Turn]] = []  # have ended, and their top-k lists are to be computed
         self._slots = 0
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self._waiting or self._in_use)
+        """Whether there is work to do."""
+        return bool(self._waiting or self._is_active)
 
     @property
-    def _in_use(self) -> bool:
-        return bool(self._joining or self._playing or self._scoring)
+    def _is_active(self) -> bool:
+        """Whether the active weights are still needed."""
+        return bool(self._joining or self._decoding or self._scoring)
 
-    def submit(self, number: int, folder: str, request: Any, done: Answered) -> None:
-        """Take a ``SampleRequest`` for the weights of ``folder``. Raises BadRequest for what cannot be sampled."""
+    def submit(self, number: int, folder: str, request: Any, on_done: OnSampled) -> None:
+        """Queue a ``SampleRequest`` for the weights of ``folder``. Raises BadRequest if it is invalid."""
         prompt = prompt_tokens(request.prompt)
         check_tokens(prompt, self._vocabulary, self._longest)
         params = request.sampling_params
         room = self._longest - len(prompt)
-        wanted = room if params.max_tokens is None else params.max_tokens
-        only_scored = room == 0 and wanted in (0, 1) and _scores(request)
-        if only_scored:
-            wanted = 1  # the client's way to ask for the log-probabilities of a prompt
-        elif wanted < 1 or wanted > room:
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        # Clients ask for the log-probabilities of a prompt by sampling one token, also if the prompt fills the context.
+        scores_only = room == 0 and max_tokens in (0, 1) and _has_prompt_scores(request)
+        if scores_only:
+            max_tokens = 1
+        elif max_tokens < 1 or max_tokens > room:
             raise BadRequest(
-                f"sampling_params.max_tokens={wanted}: after {len(prompt)} tokens of prompt there is room for {room}"
+                f"sampling_params.max_tokens={max_tokens}: after {len(prompt)} tokens of prompt there is room for "
+                f"{room}"
             )
-        if 0 < params.temperature < LEAST_TEMPERATURE:
+        if 0 < params.temperature < MIN_TEMPERATURE:
             raise BadRequest(
-                f"sampling_params.temperature={params.temperature} must be 0, or {LEAST_TEMPERATURE} or more"
+                f"sampling_params.temperature={params.temperature} must be 0, or {MIN_TEMPERATURE} or more"
             )
         config = GenConfig(
-            max_new_tokens=wanted,
+            max_new_tokens=max_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=0 if params.top_k == -1 else params.top_k,
         )
-        stops, texts = self._stops(params.stop)
-        _check(request, len(prompt), wanted)
-        asked = Asked(number, folder, prompt, request, config, stops, texts, done, only_scored)
+        stop_tokens, stop_strings = self._parse_stop(params.stop)
+        _check_request(request, len(prompt), max_tokens)
+        job = SampleJob(number, folder, prompt, request, config, stop_tokens, stop_strings, on_done, scores_only)
         try:
             check_request(GenRequest(0, prompt.tolist()), config)
         except ValueError as error:
-            raise BadRequest(_in_words_of_the_client(str(error))) from None
-        self._waiting.append(asked)
+            raise BadRequest(_with_client_names(str(error))) from None
+        self._waiting.append(job)
 
-    def _stops(self, stop: Any) -> tuple[frozenset[int], tuple[str, ...]]:
-        """Return stop tokens and stop strings. What a client names stands in place of the model's own ends."""
+    def _parse_stop(self, stop: Any) -> tuple[frozenset[int], tuple[str, ...]]:
+        """Return stop tokens and stop strings. Those of a request replace the end tokens of the model."""
         if stop is None:
-            return self._ends, ()
+            return self._end_tokens, ()
         if isinstance(stop, str):
             stop = [stop]
-        texts = tuple(each for each in stop if isinstance(each, str))
+        strings = tuple(each for each in stop if isinstance(each, str))
         tokens = frozenset(each for each in stop if not isinstance(each, str))
-        if any(not 0 < len(text) <= LONGEST_STOP for text in texts) or len(texts) > MOST_STOPS:
-            raise BadRequest(f"sampling_params.stop: at most {MOST_STOPS} strings, of 1 to {LONGEST_STOP} letters")
-        return tokens, texts
+        if any(not 0 < len(text) <= MAX_STOP_LENGTH for text in strings) or len(strings) > MAX_STOP_STRINGS:
+            limits = f"at most {MAX_STOP_STRINGS} strings, of 1 to {MAX_STOP_LENGTH} letters"
+            raise BadRequest(f"sampling_params.stop: {limits}")
+        return tokens, strings
 
     def cancel(self, number: int) -> None:
-        """Forget a request; nothing is answered."""
-        self._waiting = [asked for asked in self._waiting if asked.number != number]
-        self._joining = [(asked, turn) for asked, turn in self._joining if asked.number != number]
-        self._scoring = [(asked, turn) for asked, turn in self._scoring if asked.number != number]
-        gone = [(slot, turn) for slot, (asked, turn) in self._playing.items() if asked.number == number]
-        self._weights.core.leave([turn for _, turn in gone])
-        for slot, _ in gone:
-            del self._playing[slot]
-        self._weights.core.free([slot for slot, _ in gone])
+        """Remove a request; it gets no response."""
+        self._waiting = [job for job in self._waiting if job.number != number]
+        self._joining = [(job, turn) for job, turn in self._joining if job.number != number]
+        self._scoring = [(job, turn) for job, turn in self._scoring if job.number != number]
+        cancelled = [(slot, turn) for slot, (job, turn) in self._decoding.items() if job.number == number]
+        self._weights.core.leave([turn for _, turn in cancelled])
+        for slot, _ in cancelled:
+            del self._decoding[slot]
+        self._weights.core.free([slot for slot, _ in cancelled])
 
     def step(self) -> None:
-        """Do a bit of the work: let requests join, draw a token for every sequence in play, and look once more at one
-        that has ended. What fails is told to those whose request it was."""
-        self._take_turns()
-        self._begin()
+        """Run one step: let sequences join, sample a token for each decoding sequence, and compute the top-k lists of
+        one finished sequence. Errors go to the ``on_done`` of the requests that they concern."""
+        self._switch_weights()
+        self._start_waiting()
         core = self._weights.core
         try:
             if self._joining:
                 joined = core.join([turn for _, turn in self._joining])
-                for asked, turn in self._joining[:joined]:
-                    self._playing[turn.slot] = asked, turn
-                    if turn is asked.turns[0]:
-                        self._began(asked.number)
+                for job, turn in self._joining[:joined]:
+                    self._decoding[turn.slot] = job, turn
+                    if turn is job.turns[0]:
+                        self._on_start(job.number)
                 del self._joining[:joined]
-            self._end(core.step(self._weights.held.version) if self._playing else [])
+            self._finish_ended(core.step(self._weights.weights_id.version) if self._decoding else [])
         except Exception as error:
             core.reset()
             self._fail(error)
         if self._scoring:
-            self._look_again(*self._scoring.pop(0))
+            self._compute_top_k(*self._scoring.pop(0))
 
-    def _take_turns(self) -> None:
-        """Change to other weights when those in use have nothing left to do."""
-        if self._in_use or not self._waiting:
+    def _switch_weights(self) -> None:
+        """Activate the weights of the first waiting request, unless the active weights are still needed."""
+        if self._is_active or not self._waiting:
             return
         folder = self._waiting[0].folder
         if folder == self._folder:
@@ -261,159 +298,169 @@ class Sampler:
             self._weights.use(folder)
             self._folder = folder
         except Exception as error:
-            self._folder = "?"  # whatever is there now, the next request loads its own
-            failed = [asked for asked in self._waiting if asked.folder == folder]
-            self._waiting = [asked for asked in self._waiting if asked.folder != folder]
-            for asked in failed:
-                asked.done(asked.number, error, self._weights.held)
+            self._folder = "?"  # no folder: the model may be half loaded, so the next request must load its weights
+            failed = [job for job in self._waiting if job.folder == folder]
+            self._waiting = [job for job in self._waiting if job.folder != folder]
+            for job in failed:
+                job.on_done(job.number, error, self._weights.weights_id)
 
-    def _begin(self) -> None:
-        """Make the turns of waiting requests of the weights in use, unless others have waited too long, or as many
-        turns wait for room as one request may have."""
+    def _start_waiting(self) -> None:
+        """Create the turns of waiting requests for the active weights, unless a request for other weights has waited
+        too long, or MAX_SAMPLES turns already wait for room (each has a copy of its prompt)."""
         now = time.monotonic()
-        others_wait = any(asked.folder != self._folder and now - asked.since > TURN_S for asked in self._waiting)
-        if others_wait and self._in_use:
+        must_switch = any(job.folder != self._folder and now - job.submitted_at > SWITCH_S for job in self._waiting)
+        if must_switch and self._is_active:
             return
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         scored = False
-        for asked in waiting:
-            if asked.folder != self._folder or len(self._joining) >= MOST_SAMPLES or (asked.only_scored and scored):
-                self._waiting.append(asked)
+        for job in waiting:
+            if job.folder != self._folder or len(self._joining) >= MAX_SAMPLES or (job.scores_only and scored):
+                self._waiting.append(job)
                 continue
-            if asked.only_scored:  # a pass over the prompt: one between two tokens of the others
+            if job.scores_only:  # a pass over a whole prompt: at most one a step, so that decoding is not held up
                 scored = True
-                self._began(asked.number)
-                self._answer(asked)
+                self._on_start(job.number)
+                self._respond(job)
                 continue
-            asked.left = asked.request.num_samples
-            prompt = asked.prompt.tolist()
-            asked.turns = [self._turn(asked, prompt, i) for i in range(asked.left)]
-            self._joining += [(asked, turn) for turn in asked.turns]
+            job.unfinished = job.request.num_samples
+            prompt = job.prompt.tolist()
+            job.turns = [self._create_turn(job, prompt, i) for i in range(job.unfinished)]
+            self._joining += [(job, turn) for turn in job.turns]
 
-    def _turn(self, asked: Asked, prompt: list[int], i: int) -> Turn:
-        seed = asked.request.sampling_params.seed
+    def _create_turn(self, job: SampleJob, prompt: list[int], i: int) -> Turn:
+        seed = job.request.sampling_params.seed
         stream = int.from_bytes(np.random.bytes(8), "little") if seed is None else stream_of(seed + (i << 32))
         self._slots += 1
         request = GenRequest(self._slots, prompt)
-        budget = remaining_tokens(request, asked.config, self._weights.core.limit)
-        return Turn(request, asked.config, asked.stops, budget, stream)
+        budget = remaining_tokens(request, job.config, self._weights.core.limit)
+        return Turn(request, job.config, job.stop_tokens, budget, stream)
 
-    def _end(self, ended: Sequence[Turn]) -> None:
-        over = {turn.slot for turn in ended}
-        for slot, (asked, turn) in list(self._playing.items()):
-            if slot not in over and asked.texts and self._says(turn, asked.texts):
+    def _finish_ended(self, ended: Sequence[Turn]) -> None:
+        """Finish the turns that ended in this step, and those whose last token completed a stop string."""
+        slots = {turn.slot for turn in ended}
+        for slot, (job, turn) in list(self._decoding.items()):
+            if slot not in slots and job.stop_strings and self._ends_with_stop(turn, job.stop_strings):
                 turn.reason = "stop"
                 self._weights.core.leave([turn])
-                over.add(slot)
-        for slot in over:
-            asked, turn = self._playing.pop(slot)
-            if asked.texts and turn.reason == "length" and self._says(turn, asked.texts):
+                slots.add(slot)
+        for slot in slots:
+            job, turn = self._decoding.pop(slot)
+            if job.stop_strings and turn.reason == "length" and self._ends_with_stop(turn, job.stop_strings):
                 turn.reason = "stop"
-            if asked.request.topk_sample_logprobs:
-                self._scoring.append((asked, turn))
+            if job.request.topk_sample_logprobs:
+                self._scoring.append((job, turn))
             else:
-                self._ended(asked)
-        self._weights.core.free(over)
+                self._finish_turn(job)
+        self._weights.core.free(slots)
 
-    def _ended(self, asked: Asked) -> None:
-        asked.left -= 1
-        if not asked.left:
-            self._answer(asked)
+    def _finish_turn(self, job: SampleJob) -> None:
+        job.unfinished -= 1
+        if not job.unfinished:
+            self._respond(job)
 
-    def _look_again(self, asked: Asked, turn: Turn) -> None:
-        """Find the likeliest tokens at each place of a sequence: a pass over all of it, so that one at a time is done
-        between two tokens of the others."""
-        ids = np.concatenate([asked.prompt, np.asarray(turn.token_ids, dtype=np.int64)])
-        top, first = asked.request.topk_sample_logprobs, len(asked.prompt) - 1
+    def _compute_top_k(self, job: SampleJob, turn: Turn) -> None:
+        """Compute the most likely tokens of each position of a finished sequence. This takes a pass over the whole
+        sequence, so ``step`` does it for one sequence at a time."""
+        ids = np.concatenate([job.prompt, np.asarray(turn.token_ids, dtype=np.int64)])
+        k = job.request.topk_sample_logprobs
+        first = len(job.prompt) - 1
         try:
-            likeliest = self._score(ids[:-1], first, top, temperature=asked.config.temperature or 1.0)[1]
+            top_k = self._score(ids[:-1], first, k, temperature=job.config.temperature or 1.0)[1]
         except Exception as error:
-            self.cancel(asked.number)
-            asked.done(asked.number, error, self._weights.held)
+            self.cancel(job.number)
+            job.on_done(job.number, error, self._weights.weights_id)
             return
-        assert likeliest is not None
-        asked.likeliest[turn.slot] = likeliest
-        self._ended(asked)
+        assert top_k is not None
+        job.top_k[turn.slot] = top_k
+        self._finish_turn(job)
 
-    def _says(self, turn: Turn, texts: Sequence[str]) -> bool:
-        """Whether the last token completes a stop string: as many tokens as it has bytes hold it in any case."""
-        tail = turn.token_ids[-max(len(text.encode()) for text in texts) - 1 :]
-        said = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
-        return any(text in said for text in texts)
+    def _ends_with_stop(self, turn: Turn, strings: Sequence[str]) -> bool:
+        """Whether the last token completes a stop string. A token has at least one byte, so the last tokens, as many as
+        the longest string has bytes, contain any string that ends there."""
+        tail = turn.token_ids[-max(len(text.encode()) for text in strings) - 1 :]
+        decoded = self._tokenizer.decode(tail, clean_up_tokenization_spaces=False)
+        return any(text in decoded for text in strings)
 
-    def _answer(self, asked: Asked) -> None:
-        held = self._weights.held
+    def _respond(self, job: SampleJob) -> None:
+        weights = self._weights.weights_id
         try:
-            answer = self._written(asked)
+            response = self._serialize(job)
         except Exception as error:
-            asked.done(asked.number, error, held)
+            job.on_done(job.number, error, weights)
             return
-        asked.done(asked.number, answer, held)
+        job.on_done(job.number, response, weights)
 
-    def _written(self, asked: Asked) -> bytes:
+    def _serialize(self, job: SampleJob) -> bytes:
         sequences = [
-            Sampled(turn.token_ids, turn.logprobs, turn.reason, asked.likeliest.get(turn.slot)) for turn in asked.turns
+            SampledSequence(turn.token_ids, turn.logprobs, turn.reason, job.top_k.get(turn.slot)) for turn in job.turns
         ]
-        if asked.only_scored:
-            sequences = [Sampled([], [], "length")] * asked.request.num_samples
-        return sample_answer(sequences, self._of_prompt(asked.request, asked.prompt))
+        if job.scores_only:
+            sequences = [SampledSequence([], [], "length")] * job.request.num_samples
+        return serialize_samples(sequences, self._score_prompt(job.request, job.prompt))
 
-    def _of_prompt(self, request: Any, prompt: np.ndarray) -> Scored:
-        """Score the prompt as far as it was asked for."""
+    def _score_prompt(self, request: Any, prompt: np.ndarray) -> PromptScores:
+        """Compute the prompt scores that a request asks for."""
         last_n = request.prompt_logprobs_last_n
         first = 0 if last_n is None else len(prompt) - 1 - last_n
-        top, wanted = request.topk_prompt_logprobs, request.target_prompt_logprobs
-        if not (request.prompt_logprobs or top or wanted is not None):
-            return Scored()
+        k = request.topk_prompt_logprobs
+        targets = request.target_prompt_logprobs
+        if not (request.prompt_logprobs or k or targets is not None):
+            return PromptScores()
         if len(prompt) < 2:
-            empty = TopK(np.zeros((1, top), np.int32), np.full((1, top), MASKED, np.float32)) if top else None
-            return Scored(np.full(1, np.nan) if request.prompt_logprobs else None, empty)
-        ids = None if wanted is None else _target_ids(wanted, self._vocabulary)
-        values, likeliest, chosen = self._score(prompt[:-1], 0 if ids is not None else first, top, prompt[1:], ids)
-        if ids is not None and first:  # the whole prompt was computed, and only its end was asked for
+            empty = TopK(np.zeros((1, k), np.int32), np.full((1, k), UNSCORED_LOGPROB, np.float32)) if k else None
+            return PromptScores(np.full(1, np.nan) if request.prompt_logprobs else None, empty)
+        ids = None if targets is None else _parse_target_ids(targets, self._vocabulary)
+        values, top_k, target_values = self._score(prompt[:-1], 0 if ids is not None else first, k, prompt[1:], ids)
+        if ids is not None and first:  # targets need the whole prompt; mask what else was not requested
             values[:first] = np.nan
-            if likeliest is not None:
-                likeliest.tokens[:first], likeliest.logprobs[:first] = 0, MASKED
+            if top_k is not None:
+                top_k.tokens[:first] = 0
+                top_k.logprobs[:first] = UNSCORED_LOGPROB
         elif first:
             values = np.concatenate([np.full(first, np.nan), values])
-            likeliest = None if likeliest is None else _shifted(likeliest, first)
+            top_k = None if top_k is None else _prepend_unscored(top_k, first)
         logprobs = np.concatenate([[np.nan], values]) if request.prompt_logprobs else None
-        return Scored(logprobs, None if likeliest is None else _shifted(likeliest, 1), chosen)
+        return PromptScores(logprobs, None if top_k is None else _prepend_unscored(top_k, 1), target_values)
 
     @torch.inference_mode()
     def _score(
         self,
         tokens: np.ndarray,
         first: int,
-        top: int,
+        k: int,
         targets: np.ndarray | None = None,
-        wanted: np.ndarray | None = None,
+        target_ids: np.ndarray | None = None,
         temperature: float = 1.0,
     ) -> tuple[np.ndarray, TopK | None, np.ndarray | None]:
-        """Feed ``tokens`` and look at the predictions from position ``first`` on: the log-probabilities of ``targets``
-        (n,) there, the ``top`` likeliest, and those of the tokens ``wanted`` (n, K), 0 where that is -1."""
+        """Run a forward pass over ``tokens`` (n,) and return, for the predictions from position ``first`` on, the
+        log-probabilities of ``targets`` (n,), f32 (n - first,); the ``k`` most likely tokens; and the
+        log-probabilities of ``target_ids`` (n, K), f32 (n - first, K), 0 where the id is -1. Parts that were not
+        requested are empty or None."""
         model = self._weights.model
-        given = torch.from_numpy(tokens)[None].to(model.device)
-        hidden = model.get_decoder()(input_ids=given, use_cache=False).last_hidden_state[0, first:]
+        input_ids = torch.from_numpy(tokens)[None].to(model.device)
+        hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state[0, first:]
         rows = max(1, _LOGIT_BYTES // (4 * self._vocabulary))
-        found, likeliest, chosen = list[Tensor](), list[tuple[Tensor, Tensor]](), list[Tensor]()
+        logprobs: list[Tensor] = []
+        top_k: list[tuple[Tensor, Tensor]] = []
+        target_logprobs: list[Tensor] = []
         for begin in range(0, len(hidden), rows):
             part = slice(begin, begin + rows)
             log_p = self._logits(hidden[part]).div_(temperature).log_softmax(-1)
             if targets is not None:
-                at = torch.from_numpy(targets[first:][part]).to(log_p.device)
-                found.append(log_p.gather(-1, at[:, None])[:, 0])
-            if top:
-                best = log_p.topk(min(top, self._vocabulary), dim=-1)
-                likeliest.append((best.indices, best.values))
-            if wanted is not None:
-                ids = torch.from_numpy(wanted[first:][part]).to(log_p.device)
-                chosen.append(log_p.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0))
-        numbers = lambda parts: torch.cat(list(parts)).cpu().numpy()
+                index = torch.from_numpy(targets[first:][part]).to(log_p.device)
+                logprobs.append(log_p.gather(-1, index[:, None])[:, 0])
+            if k:
+                best = log_p.topk(min(k, self._vocabulary), dim=-1)
+                top_k.append((best.indices, best.values))
+            if target_ids is not None:
+                ids = torch.from_numpy(target_ids[first:][part]).to(log_p.device)
+                target_logprobs.append(log_p.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0))
+        concatenate = lambda parts: torch.cat(list(parts)).cpu().numpy()
         return (
-            numbers(found) if found else np.zeros(0, np.float32),
-            TopK(numbers(i for i, _ in likeliest), numbers(v for _, v in likeliest)) if likeliest else None,
-            numbers(chosen) if chosen else None,
+            concatenate(logprobs) if logprobs else np.zeros(0, np.float32),
+            TopK(concatenate(i for i, _ in top_k), concatenate(v for _, v in top_k)) if top_k else None,
+            concatenate(target_logprobs) if target_logprobs else None,
         )
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -421,45 +468,45 @@ class Sampler:
         return bent(self._weights.model.get_output_embeddings()(hidden).float(), heads.factor, heads.cap)
 
     def _fail(self, error: Exception) -> None:
-        """Tell all that are in play; where none is, the one that wanted the longest rows, for which there was no
-        room."""
-        failed = {id(asked): asked for asked, _ in self._playing.values()}
+        """Fail all requests with decoding sequences. If there are none, the error is that a sequence does not fit into
+        memory: fail the request with the longest joining sequence."""
+        failed = {id(job): job for job, _ in self._decoding.values()}
         if not failed and self._joining:
-            widest, _ = max(self._joining, key=lambda each: each[1].length + each[1].budget)
-            failed = {id(widest): widest}
-        self._playing = {}
-        self._joining = [(asked, turn) for asked, turn in self._joining if id(asked) not in failed]
-        self._scoring = [(asked, turn) for asked, turn in self._scoring if id(asked) not in failed]
-        for asked in failed.values():
-            asked.done(asked.number, error, self._weights.held)
+            longest, _ = max(self._joining, key=lambda each: each[1].length + each[1].budget)
+            failed = {id(longest): longest}
+        self._decoding = {}
+        self._joining = [(job, turn) for job, turn in self._joining if id(job) not in failed]
+        self._scoring = [(job, turn) for job, turn in self._scoring if id(job) not in failed]
+        for job in failed.values():
+            job.on_done(job.number, error, self._weights.weights_id)
 
 
-def _scores(request: Any) -> bool:
-    """Return whether anything is asked of the prompt itself."""
+def _has_prompt_scores(request: Any) -> bool:
+    """Return whether a request asks for scores of its prompt."""
     return bool(request.prompt_logprobs or request.topk_prompt_logprobs or request.target_prompt_logprobs is not None)
 
 
-def _in_words_of_the_client(text: str) -> str:
-    """Return what is wrong with the options of a generation, by the names that the client has for them."""
+def _with_client_names(text: str) -> str:
+    """Replace the generation options in an error message by the client's names for them."""
     return text.replace("gen.max_new_tokens", "sampling_params.max_tokens").replace("gen.", "sampling_params.")
 
 
-def _check(request: Any, length: int, wanted: int) -> None:
-    """Raise BadRequest for what is asked of a prompt of ``length`` tokens, and of sequences of at most ``wanted``,
-    beyond their size."""
-    if not 1 <= request.num_samples <= MOST_SAMPLES:
-        raise BadRequest(f"num_samples={request.num_samples} must be from 1 to {MOST_SAMPLES}")
+def _check_request(request: Any, length: int, max_tokens: int) -> None:
+    """Raise BadRequest if a request with a prompt of ``length`` tokens and up to ``max_tokens`` sampled tokens exceeds
+    a limit, or has an unsupported option."""
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise BadRequest(f"num_samples={request.num_samples} must be from 1 to {MAX_SAMPLES}")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if not 0 <= getattr(request, name) <= MOST_TOP:
-            raise BadRequest(f"{name}={getattr(request, name)} must be from 0 to {MOST_TOP}")
-    given = 0 if request.target_prompt_logprobs is None else _width(request.target_prompt_logprobs, length)
-    of_prompt = request.topk_prompt_logprobs + given
-    listed = of_prompt * length + request.topk_sample_logprobs * wanted * request.num_samples
-    if listed > MOST_LISTED:
+        if not 0 <= getattr(request, name) <= MAX_TOP_K:
+            raise BadRequest(f"{name}={getattr(request, name)} must be from 0 to {MAX_TOP_K}")
+    targets = 0 if request.target_prompt_logprobs is None else _target_width(request.target_prompt_logprobs, length)
+    per_prompt_token = request.topk_prompt_logprobs + targets
+    cells = per_prompt_token * length + request.topk_sample_logprobs * max_tokens * request.num_samples
+    if cells > MAX_TOP_K_CELLS:
         raise BadRequest(
-            f"topk_prompt_logprobs and target_prompt_logprobs, {of_prompt} for {length} tokens, and "
+            f"topk_prompt_logprobs and target_prompt_logprobs, {per_prompt_token} for {length} tokens, and "
             f"topk_sample_logprobs={request.topk_sample_logprobs} for {request.num_samples} sequences of up to "
-            f"{wanted} tokens are {listed} places in all; an answer has at most {MOST_LISTED}"
+            f"{max_tokens} tokens are {cells} places in all; an answer has at most {MAX_TOP_K_CELLS}"
         )
     if request.prompt_alt_tokens_k:
         raise BadRequest("prompt_alt_tokens_k is not carried by this server")
@@ -470,23 +517,23 @@ def _check(request: Any, length: int, wanted: int) -> None:
         raise BadRequest(f"prompt_logprobs_last_n={last_n} needs prompt_logprobs, and must be from 1 to {length - 1}")
 
 
-def _width(wanted: Any, length: int) -> int:
-    """Return how many ids are asked for at each place of a prompt of ``length`` tokens. A sparse tensor may say any
-    shape, so that is looked at before it is spread. Raises BadRequest."""
-    if wanted.sparse_crow_indices is not None and wanted.sparse_col_indices is None:
+def _target_width(targets: Any, length: int) -> int:
+    """Return K, the number of target ids of each position of a prompt of ``length`` tokens. Raises BadRequest. The
+    shape is checked before a sparse tensor is made dense: a small body may state a huge shape."""
+    if targets.sparse_crow_indices is not None and targets.sparse_col_indices is None:
         raise BadRequest("target_prompt_logprobs: sparse_col_indices are missing")
-    shape = tuple(wanted.shape or [len(wanted.data)])
-    if len(shape) != 2 or shape[0] != length - 1 or not 0 < shape[1] <= MOST_TOP:
+    shape = tuple(targets.shape or [len(targets.data)])
+    if len(shape) != 2 or shape[0] != length - 1 or not 0 < shape[1] <= MAX_TOP_K:
         raise BadRequest(
-            f"target_prompt_logprobs has the shape {shape}, for a prompt of {length} tokens and at most {MOST_TOP}"
+            f"target_prompt_logprobs has the shape {shape}, for a prompt of {length} tokens and at most {MAX_TOP_K}"
         )
     return shape[1]
 
 
-def _target_ids(wanted: Any, vocabulary: int) -> np.ndarray:
-    """Return the ids whose log-probabilities are asked for, i64 (n - 1, K), -1 for none."""
+def _parse_target_ids(targets: Any, vocabulary: int) -> np.ndarray:
+    """Return the target ids, i64 (n - 1, K), -1 for padding. Raises BadRequest."""
     try:
-        ids = np.asarray(wanted.to_numpy(pad_value=-1), dtype=np.int64)
+        ids = np.asarray(targets.to_numpy(pad_value=-1), dtype=np.int64)
     except (ValueError, RuntimeError, OverflowError) as error:
         raise BadRequest(f"target_prompt_logprobs: {error}") from None
     if ids.max() >= vocabulary or ids.min() < -1:
@@ -494,8 +541,8 @@ def _target_ids(wanted: Any, vocabulary: int) -> np.ndarray:
     return ids
 
 
-def _shifted(top: TopK, rows: int) -> TopK:
-    """Put rows without anything before the others."""
+def _prepend_unscored(top: TopK, rows: int) -> TopK:
+    """Prepend ``rows`` positions with fill values."""
     k = top.tokens.shape[1]
     tokens = np.concatenate([np.zeros((rows, k), top.tokens.dtype), top.tokens])
-    return TopK(tokens, np.concatenate([np.full((rows, k), MASKED, np.float32), top.logprobs]))
+    return TopK(tokens, np.concatenate([np.full((rows, k), UNSCORED_LOGPROB, np.float32), top.logprobs]))

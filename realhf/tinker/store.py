@@ -1,8 +1,8 @@
-"""Sessions, models, samplers, checkpoints and requests in one SQLite file.
+"""Persistent state of the server: sessions, models, samplers, checkpoints and requests, in one SQLite file.
 
-A request is committed before its future is returned, and its result before any client gets it. So a server that was
-killed knows its unfinished requests, and runs them again. Results that a client has fetched are deleted some time
-later."""
+A request is written before the client gets its future, and its result before the future completes. So a server that was
+killed knows its pending requests and runs them again. Results are deleted some time after the client has fetched them.
+"""
 
 from __future__ import annotations
 
@@ -34,76 +34,113 @@ create table if not exists requests (id text primary key, owner text not null, k
 create index if not exists of_target on requests (target, seq);
 create index if not exists of_state on requests (state);
 """
+"""Tables of the current ``FORMAT``."""
 FORMAT = "2"
 """Version of the schema."""
-WAITING, FINISHED, FAILED = 0, 1, 2
-"""States of a request."""
+WAITING = 0
+"""State of a pending request."""
+FINISHED = 1
+"""State of a request that succeeded."""
+FAILED = 2
+"""State of a request that failed."""
 CHANGING = ("create_model", "forward_backward", "optim_step", "load_weights")
-"""Kinds of requests that change a model, and run again to restore it."""
+"""Kinds of requests that change a model. They are replayed to rebuild a model that was lost."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """One promise. ``body`` is what was asked, empty where it is not needed (any more); ``info`` says of a finished one
-    what the weights were and the statistics."""
+class RequestRow:
+    """A request and its future."""
 
     id: str
+    """Id of the request, ``<target>:<seq>``; also the id of its future."""
     owner: str
+    """Digest of the API key of its client."""
     kind: str
+    """Kind of request, such as ``optim_step``."""
     target: str
+    """Id of its model or sampler."""
     seq: int
+    """Sequence number among the requests of ``target``."""
     body: bytes
+    """Body of the request; empty once it is not needed any more."""
     state: int
+    """``WAITING``, ``FINISHED`` or ``FAILED``."""
     result: bytes
+    """Body of the response, if its kind has one."""
     error: str
+    """Why the request failed; "" if it did not."""
     theirs: bool
+    """Whether the client caused the error."""
     info: Mapping[str, Any]
+    """Version and digest of the weights that computed the result, metrics, and details that depend on the kind."""
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One training client's model. ``options`` is how it was made; everything up to ``state_seq`` is in the state that
-    is kept in a folder of that number (-1: none)."""
+    """The model of a training client. Times are seconds since the epoch."""
 
     id: str
+    """Id of the model, ``<session>:train:<number>``."""
     owner: str
+    """Digest of the API key of its client."""
     session: str
+    """Id of its session."""
     created: float
+    """When it was created."""
     used: float
+    """When its last request came."""
     options: Mapping[str, Any]
+    """Options of its creation: base model, rank, seed, which layers get adapters, metadata."""
     state_seq: int
+    """Sequence number of the last request that its saved state contains; -1: no state was saved."""
     unloaded: bool
+    """Whether it was deleted for good."""
 
 
 @dataclass(frozen=True)
 class SamplerRow:
-    """Somebody samples with the weights of ``folder`` ("": the base); ``path`` is their address for the client."""
+    """A sampling client."""
 
     id: str
+    """Id of the sampler, ``<session>:sample:<number>``."""
     owner: str
+    """Digest of the API key of its client."""
     session: str
+    """Id of its session."""
     folder: str
+    """Folder of its weights; "": the base model."""
     path: str
+    """The client's ``tinker://`` path of its weights; "": the base model."""
     created: float
+    """When it was created, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """Saved weights: ``kind`` is ``training``, ``sampler`` or ``external``; ``expires`` is a time, or None."""
+    """Saved weights. Times are seconds since the epoch."""
 
     path: str
+    """The client's ``tinker://`` path."""
     owner: str
+    """Digest of the API key of its client."""
     model: str
+    """Id of the model that saved it."""
     kind: str
+    """``training``, ``sampler`` or ``external``."""
     name: str
+    """Name from the client, or a generated one for an ephemeral checkpoint."""
     created: float
+    """When it was saved."""
     expires: float | None
+    """When it expires; None: never."""
     info: Mapping[str, Any]
+    """Folder, size in bytes, LoRA options, version and digest of the weights, metadata, and whether it is
+    ephemeral."""
 
 
 class Store:
-    """Opens the file ``server.sqlite`` of a folder, for one server at a time. All methods belong to one thread. Raises
-    ValueError for a file of another version, and for a folder that is in use."""
+    """The file ``server.sqlite`` of a folder, open for one server at a time. All methods must be called on one thread.
+    Raises ValueError if the file has another format, or another server uses the folder."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,12 +152,12 @@ class Store:
             raise ValueError(f"--root {folder}: another server uses this folder") from None
         self._base = sqlite3.connect(folder / "server.sqlite", isolation_level=None, check_same_thread=False)
         self._base.execute("pragma journal_mode=wal")
-        self._base.execute("pragma synchronous=normal")  # but for promises, see ``together``
+        self._base.execute("pragma synchronous=normal")  # ``transaction`` raises it to full
         self._base.executescript(_SCHEMA)
         self._base.execute("insert or ignore into meta values ('format', ?)", (FORMAT,))
-        found = self._base.execute("select value from meta where name='format'").fetchone()[0]
-        if found != FORMAT:
-            raise ValueError(f"{folder / 'server.sqlite'} is of format {found}, and this version reads {FORMAT}")
+        file_format = self._base.execute("select value from meta where name='format'").fetchone()[0]
+        if file_format != FORMAT:
+            raise ValueError(f"{folder / 'server.sqlite'} is of format {file_format}, and this version reads {FORMAT}")
 
     def close(self) -> None:
         """Close the file."""
@@ -128,9 +165,9 @@ class Store:
         self._lock.close()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Write everything inside, or nothing. It is on the disk afterwards, also where power fails; what is written
-        outside, signs of life, is there with the next of these."""
+    def transaction(self) -> Iterator[None]:
+        """Run the writes of the body as one durable transaction, which survives a power failure. Single writes outside
+        of a transaction, such as heartbeats, become durable with the next one."""
         self._base.execute("pragma synchronous=full")
         try:
             self._base.execute("begin immediate")
@@ -138,26 +175,27 @@ class Store:
                 yield
                 self._base.execute("commit")
             except BaseException:
-                if self._base.in_transaction:  # a full disk may have rolled back by itself
+                if self._base.in_transaction:  # SQLite itself may have rolled back, such as on a full disk
                     self._base.execute("rollback")
                 raise
         finally:
             self._base.execute("pragma synchronous=normal")
 
-    def once(self, name: str, value: str) -> str:
-        """Return what is written under a name; the first time, ``value``."""
+    def get_or_set(self, name: str, value: str) -> str:
+        """Return the stored value of a name; store ``value`` if there is none."""
         self._base.execute("insert or ignore into meta values (?, ?)", (name, value))
         return str(self._base.execute("select value from meta where name=?", (name,)).fetchone()[0])
 
     # ---- sessions
 
     def add_session(self, id: str, owner: str, info: Mapping[str, Any]) -> None:
-        """Write a session down."""
+        """Add a session."""
         now = time.time()
         self._base.execute("insert into sessions values (?,?,?,?,0,?)", (id, owner, now, now, json.dumps(info)))
 
     def session(self, id: str) -> tuple[str, float, bool, dict[str, Any]] | None:
-        """Return owner, when it was seen last, whether it was finished, and what was said of it."""
+        """Return of a session the owner, the time of the last heartbeat (seconds since the epoch), whether it was
+        finished, and its info; None if there is no such session."""
         row = self._base.execute("select owner, seen, finished, info from sessions where id=?", (id,)).fetchone()
         return None if row is None else (row[0], row[1], bool(row[2]), json.loads(row[3]))
 
@@ -166,8 +204,8 @@ class Store:
         rows = self._base.execute("select id from sessions where owner=? order by created desc", (owner,))
         return [row[0] for row in rows]
 
-    def see_session(self, id: str, *, finished: bool = False) -> None:
-        """Note that somebody is there, or has ended it."""
+    def touch_session(self, id: str, *, finished: bool = False) -> None:
+        """Record a heartbeat of a session, or that it was finished."""
         self._base.execute(
             "update sessions set seen=?, finished=max(finished, ?) where id=?", (time.time(), finished, id)
         )
@@ -175,7 +213,7 @@ class Store:
     # ---- models
 
     def add_model(self, id: str, owner: str, session: str, options: Mapping[str, Any]) -> None:
-        """Write a model down, in place of one that was never promised."""
+        """Add a model, or replace one whose creation request was never accepted."""
         now = time.time()
         self._base.execute(
             "insert or replace into models values (?,?,?,?,?,?,-1,0)",
@@ -183,15 +221,15 @@ class Store:
         )
 
     def model(self, id: str) -> ModelRow | None:
-        """Return a model."""
-        found = self._models("id=?", (id,))
-        return found[0] if found else None
+        """Return a model; None if there is no such model."""
+        rows = self._select_models("id=?", (id,))
+        return rows[0] if rows else None
 
     def models(self, owner: str | None = None) -> list[ModelRow]:
-        """Return the models of an owner (None: of all), the newest first."""
-        return self._models("1=1", ()) if owner is None else self._models("owner=?", (owner,))
+        """Return the models of an owner (None: of all owners), the newest first."""
+        return self._select_models("1=1", ()) if owner is None else self._select_models("owner=?", (owner,))
 
-    def _models(self, where: str, values: Iterable[Any]) -> list[ModelRow]:
+    def _select_models(self, where: str, values: Iterable[Any]) -> list[ModelRow]:
         rows = self._base.execute(f"select * from models where {where} order by created desc", tuple(values))
         return [
             ModelRow(id, owner, session, created, used, json.loads(options), seq, bool(unloaded))
@@ -199,24 +237,24 @@ class Store:
         ]
 
     def unused_models(self, before: float) -> list[str]:
-        """Return the models that nobody has used since then, and that were not unloaded."""
+        """Return the ids of the models that were last used before that time and are not unloaded."""
         return [row[0] for row in self._base.execute("select id from models where used<? and not unloaded", (before,))]
 
-    def change_model(self, id: str, **fields: Any) -> None:
-        """Change some of ``used``, ``state_seq`` and ``unloaded``."""
+    def update_model(self, id: str, **fields: Any) -> None:
+        """Set some of ``used``, ``state_seq`` and ``unloaded``."""
         assert fields.keys() <= {"used", "state_seq", "unloaded"}, fields
-        said = ", ".join(f"{name}=?" for name in fields)
-        self._base.execute(f"update models set {said} where id=?", (*fields.values(), id))
+        assignments = ", ".join(f"{name}=?" for name in fields)
+        self._base.execute(f"update models set {assignments} where id=?", (*fields.values(), id))
 
     # ---- samplers and checkpoints
 
     def add_sampler(self, id: str, owner: str, session: str, folder: str, path: str) -> None:
-        """Write a sampler down; one that there is already stays."""
+        """Add a sampler; an existing one is not changed."""
         values = (id, owner, session, folder, path, time.time())
         self._base.execute("insert or ignore into samplers values (?,?,?,?,?,?,0)", values)
 
     def sampler(self, id: str) -> SamplerRow | None:
-        """Return a sampler."""
+        """Return a sampler; None if there is no such sampler."""
         row = self._base.execute("select * from samplers where id=?", (id,)).fetchone()
         return None if row is None else SamplerRow(*row[:6])
 
@@ -225,87 +263,87 @@ class Store:
         rows = self._base.execute("select * from samplers where session=? order by created desc", (session,))
         return [SamplerRow(*row[:6]) for row in rows]
 
-    def new_clone(self, sampler: str) -> int:
-        """Return a number that no other client of this sampler has; the first one is 0."""
+    def next_client_number(self, sampler: str) -> int:
+        """Return an unused number for another client of a sampler. The client that created it has 0."""
         self._base.execute("update samplers set clones=clones+1 where id=?", (sampler,))
         return int(self._base.execute("select clones from samplers where id=?", (sampler,)).fetchone()[0])
 
     def put_checkpoint(self, row: CheckpointRow) -> None:
-        """Write a checkpoint down, in place of one of the same path."""
+        """Add a checkpoint, or replace the one of the same path."""
         values = (*(getattr(row, name) for name in ("path", "owner", "model", "kind", "name", "created", "expires")),)
         self._base.execute(
             "insert or replace into checkpoints values (?,?,?,?,?,?,?,?)", (*values, json.dumps(row.info))
         )
 
     def checkpoints(self, *, owner: str | None = None, model: str | None = None) -> list[CheckpointRow]:
-        """Return checkpoints, the newest first."""
+        """Return the checkpoints of an owner, a model, or all, the newest first."""
         rows = self._base.execute(
             "select * from checkpoints where (?1 is null or owner=?1) and (?2 is null or model=?2) "
             "order by created desc",
             (owner, model),
         )
-        return [_checkpoint(*row) for row in rows]
+        return [_parse_checkpoint(*row) for row in rows]
 
     def checkpoint(self, path: str) -> CheckpointRow | None:
-        """Return one checkpoint."""
+        """Return the checkpoint of a ``tinker://`` path; None if there is none."""
         row = self._base.execute("select * from checkpoints where path=?", (path,)).fetchone()
-        return None if row is None else _checkpoint(*row)
+        return None if row is None else _parse_checkpoint(*row)
 
     def saved_bytes(self, owner: str) -> int:
-        """Return how large the checkpoints of an owner are."""
+        """Return the total bytes of the checkpoints of an owner."""
         row = self._base.execute(
             "select coalesce(sum(json_extract(info, '$.size_bytes')), 0) from checkpoints where owner=?", (owner,)
         ).fetchone()
         return int(row[0])
 
-    def drop_checkpoint(self, path: str) -> None:
-        """Forget a checkpoint."""
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete the row of a checkpoint; its folder stays."""
         self._base.execute("delete from checkpoints where path=?", (path,))
 
     # ---- requests
 
     def add_request(self, id: str, owner: str, kind: str, target: str, seq: int, body: bytes) -> None:
-        """Write a request down before it is promised."""
+        """Add a pending request."""
         self._base.execute(
             "insert into requests (id, owner, kind, target, seq, body, created) values (?,?,?,?,?,?,?)",
             (id, owner, kind, target, seq, body, time.time()),
         )
 
-    def request(self, id: str) -> Request | None:
-        """Return a request, without its body."""
-        found = self._requests("id=?", (id,), body="null")
-        return found[0] if found else None
+    def request(self, id: str) -> RequestRow | None:
+        """Return a request without its body; None if there is no such request."""
+        rows = self._select_requests("id=?", (id,), body="null")
+        return rows[0] if rows else None
 
-    def unfinished(self, target: str | None = None) -> list[Request]:
-        """Return what is owed, of all targets or of one, by targets and numbers."""
-        return self._requests("state=0 and (?1 is null or target=?1)", (target,))
+    def pending(self, target: str | None = None) -> list[RequestRow]:
+        """Return the pending requests of a target (None: of all), ordered by target and sequence number."""
+        return self._select_requests("state=0 and (?1 is null or target=?1)", (target,))
 
-    def owed_models(self) -> list[str]:
-        """Return the models that have requests which are owed."""
+    def models_with_pending(self) -> list[str]:
+        """Return the ids of the models that have pending requests."""
         rows = self._base.execute("select distinct target from requests where state=0 and kind<>'sample'")
         return [row[0] for row in rows]
 
-    def history(self, model: str, after: int) -> list[Request]:
-        """Return the requests of a model behind a sequence number, in their order."""
-        return self._requests("target=? and seq>?", (model, after))
+    def history(self, model: str, after: int) -> list[RequestRow]:
+        """Return the requests of a model after a sequence number, in their order."""
+        return self._select_requests("target=? and seq>?", (model, after))
 
-    def standing(self, model: str, after: int) -> list[tuple[int, int]]:
-        """Return number and state of the requests of a model behind a sequence number, in their order."""
-        found = self._base.execute(
+    def request_states(self, model: str, after: int) -> list[tuple[int, int]]:
+        """Return sequence number and state of the requests of a model after a sequence number, in their order."""
+        cursor = self._base.execute(
             "select seq, state from requests where target=? and seq>? order by seq", (model, after)
         )
-        return found.fetchall()
+        return cursor.fetchall()
 
     def next_seq(self, target: str) -> int:
-        """Return the number behind the highest one of a model's requests."""
+        """Return the sequence number after the highest one of a target's requests; 0 if there are none."""
         row = self._base.execute("select max(seq) from requests where target=?", (target,)).fetchone()
         return 0 if row[0] is None else int(row[0]) + 1
 
-    def _requests(self, where: str, values: Iterable[Any], body: str = "body") -> list[Request]:
+    def _select_requests(self, where: str, values: Iterable[Any], body: str = "body") -> list[RequestRow]:
         names = f"id, owner, kind, target, seq, {body}, state, result, error, theirs, info"
         rows = self._base.execute(f"select {names} from requests where {where} order by target, seq", tuple(values))
         return [
-            Request(
+            RequestRow(
                 id, owner, kind, target, seq, body or b"", state, result or b"", error, bool(theirs), json.loads(info)
             )
             for id, owner, kind, target, seq, body, state, result, error, theirs, info in rows
@@ -314,8 +352,8 @@ class Store:
     def finish(
         self, id: str, *, result: bytes = b"", error: str = "", theirs: bool = False, info: Mapping[str, Any]
     ) -> None:
-        """Write down what came of a request. What was asked is kept of one that changed a model, which may have to be
-        made again. A request that has ended already keeps what it had."""
+        """Store the result or the error of a pending request; one that has ended already is not changed. The body is
+        kept for the kinds that change a model, which may have to be replayed."""
         state = FAILED if error else FINISHED
         marks = ",".join("?" * len(CHANGING))
         self._base.execute(
@@ -324,28 +362,29 @@ class Store:
             (state, result, error, theirs, json.dumps(info), time.time(), *CHANGING, id),
         )
 
-    def fetched(self, id: str) -> None:
-        """Note that somebody has got the result."""
+    def mark_fetched(self, id: str) -> None:
+        """Record that the client has fetched the result of a request."""
         self._base.execute("update requests set fetched=coalesce(fetched, ?) where id=?", (time.time(), id))
 
     def drop_bodies(self, target: str, upto: int | None = None) -> None:
-        """Forget what was asked, up to a sequence number, which is in a state that is kept; None: all."""
+        """Delete the bodies of the requests of a target up to a sequence number, whose effects are in a saved state;
+        None: of all its requests."""
         self._base.execute(
             "update requests set body=null where target=?1 and (?2 is null or seq<=?2) and body is not null",
             (target, upto),
         )
 
-    def forget_results(self, *, fetched_before: float, finished_before: float) -> int:
-        """Forget the results of requests that were fetched, or have ended, before these times; return how many. The
-        requests themselves stay: their numbers are taken."""
-        found = self._base.execute(
+    def drop_results(self, *, fetched_before: float, finished_before: float) -> int:
+        """Delete the results of requests that were fetched, or have ended, before these times (seconds since the
+        epoch); return the number of deleted results. The requests stay, because their sequence numbers stay taken."""
+        cursor = self._base.execute(
             "update requests set result=null, info=json_set(info, '$.gone', 1) where state>0 and result is not null "
             "and (fetched<? or finished<?)",
             (fetched_before, finished_before),
         )
-        return found.rowcount
+        return cursor.rowcount
 
 
-def _checkpoint(*row: Any) -> CheckpointRow:
+def _parse_checkpoint(*row: Any) -> CheckpointRow:
     path, owner, model, kind, name, created, expires, info = row
     return CheckpointRow(path, owner, model, kind, name, created, expires, json.loads(info))

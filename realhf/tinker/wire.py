@@ -1,7 +1,7 @@
-"""Reads the bodies of the client ``tinker`` and writes the answers that it reads; the forms are the client's own.
+"""Wire format of the client ``tinker``: parses request bodies and serializes responses.
 
-``forward_backward`` comes as the client's protobuf message (field numbers and types are those of its package), all else
-as JSON of its request types. Answers of ``forward_backward`` and ``sample`` are protobuf, too.
+``forward_backward`` requests are the client's protobuf message (with the field numbers and types of its package), all
+other requests are JSON of its request types. Responses of ``forward_backward`` and ``sample`` are protobuf as well.
 """
 
 from __future__ import annotations
@@ -22,210 +22,243 @@ needs("tinker", "tinker")
 types: Any = import_module("tinker.types")
 pb: Any = import_module("tinker.proto.tinker_public_pb2")
 
-PROTOBUF, JSON = "application/x-protobuf", "application/json"
+PROTOBUF = "application/x-protobuf"
+"""Content type of protobuf bodies."""
+JSON = "application/json"
+"""Content type of JSON bodies."""
 TARGETS = "target_tokens"
+"""Name of the tensor of target tokens among the loss inputs of a datum."""
 _DTYPES = {pb.DTYPE_FLOAT32: np.dtype(np.float32), pb.DTYPE_INT64: np.dtype(np.int64)}
+"""numpy type of each element type of the client's tensors."""
+_MAX_TENSORS = 16
+"""Maximum number of loss input tensors of a datum."""
+_MAX_TARGETS = 1024
+"""Maximum number of targets of a position."""
+_MAX_TARGET_CELLS = 1 << 24
+"""Maximum number of targets of a request, counted after padding: all data are padded to the widest one."""
 
 
 class BadRequest(ValueError):
-    """A request that cannot be carried out as it is; its text is for the person who wrote it."""
+    """An invalid request; the message is for the author of the request."""
 
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence to compute: ``tokens`` i64 (n,), ``targets`` i64 (n,) or (n, K), and what the loss gets, f32 of the
-    same shape."""
+    """One training sequence."""
 
     tokens: np.ndarray
+    """Input tokens, i64 (n,)."""
     targets: np.ndarray
+    """Target tokens of each position, i64 (n,), or (n, K) for K targets a position."""
     inputs: Mapping[str, np.ndarray]
+    """Loss inputs by name, f32 of the shape of ``targets``."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A request to go forward, and backward unless ``forward_only``."""
+    """A ``forward_backward`` request."""
 
     model: str
+    """Id of the model."""
     seq: int
+    """Sequence number of the request among the requests of the model."""
     forward_only: bool
+    """Whether the backward pass is skipped."""
     loss: str
+    """Name of the loss, see ``realhf.tinker.losses.LOSSES``."""
     config: Mapping[str, float | str] = field(default_factory=dict)
+    """Settings of the loss."""
     data: Sequence[Datum] = ()
+    """The sequences; empty if only the head of the request was parsed."""
 
 
 def read_head(body: bytes) -> Pass:
-    """Return what the body of ``forward_backward`` says of itself; its data are not looked at. Raises BadRequest."""
-    kind = pb.ForwardBackwardRequest.DESCRIPTOR
-    data, parts = kind.fields_by_name["data"].number, _Parts(body)
-    return _head(_message(b"".join(body[a:b] for number, a, _, b in parts.fields(0, len(body)) if number != data)))
+    """Parse a ``forward_backward`` body without its data. Raises BadRequest."""
+    descriptor = pb.ForwardBackwardRequest.DESCRIPTOR
+    data_field = descriptor.fields_by_name["data"].number
+    fields = _FieldScanner(body).fields(0, len(body))
+    return _parse_head(_parse_message(b"".join(body[a:b] for number, a, _, b in fields if number != data_field)))
 
 
-def read_number(beginning: bytes) -> tuple[str, int]:
-    """Return model and number of ``forward_backward`` as far as they stand in the beginning of its body, before the
-    data. Raises BadRequest."""
-    data, end = pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number, 0
-    with suppress(BadRequest):  # it ends within a field
-        for number, _, _, after in _Parts(beginning).fields(0, len(beginning)):
-            if number == data:
+def read_seq(prefix: bytes) -> tuple[str, int]:
+    """Return the model id and sequence number of a ``forward_backward`` body of which only a prefix was read. Only the
+    fields before the data are parsed; a missing field has protobuf's default. Raises BadRequest."""
+    data_field = pb.ForwardBackwardRequest.DESCRIPTOR.fields_by_name["data"].number
+    end = 0
+    with suppress(BadRequest):  # the prefix may end within a field
+        for number, _, _, field_end in _FieldScanner(prefix).fields(0, len(prefix)):
+            if number == data_field:
                 break
-            end = after
-    head = _message(beginning[:end])
+            end = field_end
+    head = _parse_message(prefix[:end])
     return head.model_id, head.seq_id
 
 
-_NUMBERED = re.compile(rb'"(model_id|seq_id)"\s*:\s*(?:"([^"\\]{1,200})"|(\d{1,10})(?=[\s,}]))')
+_ID_FIELD = re.compile(rb'"(model_id|seq_id)"\s*:\s*(?:"([^"\\]{1,200})"|(\d{1,10})(?=[\s,}]))')
 _OVERLAP = 512
-"""Bytes of one part of a body that are looked at again with the next: no field that is looked for is longer."""
-_MOST_MODELS = 8
-"""Largest number of models that a body may name: each is looked up."""
+"""Bytes of a chunk that are scanned again with the next chunk. No field that the scanner looks for is longer."""
+_MAX_MODELS = 8
+"""Maximum number of model ids that the scanner returns: each of them costs a look-up in the store."""
 
 
-class NumberScan:
-    """Finds the model and the number of a request in a JSON body, also in one that is unreadable, or too large to be
-    kept. A quote within a JSON string is escaped, so that only a key looks like one."""
+class SeqScanner:
+    """Searches a JSON body chunk by chunk for the model id and sequence number of its request. It also works on bodies
+    that are not valid JSON, or too large to keep. Quotes within JSON strings are escaped, so only real keys match."""
 
     def __init__(self) -> None:
         self.models: list[str] = []
         self.seq: int | None = None
-        self._rest = b""
+        self._tail = b""
 
-    def feed(self, part: bytes) -> None:
-        """Look at the next part of the body."""
-        text = self._rest + part
-        for found in _NUMBERED.finditer(text):
-            name, model, number = found.groups()
+    def feed(self, chunk: bytes) -> None:
+        """Scan the next chunk of the body."""
+        text = self._tail + chunk
+        for match in _ID_FIELD.finditer(text):
+            name, model, number = match.groups()
             if name == b"model_id" and model is not None:
-                named = model.decode(errors="replace")
-                if named not in self.models and len(self.models) < _MOST_MODELS:
-                    self.models.append(named)
+                model_id = model.decode(errors="replace")
+                if model_id not in self.models and len(self.models) < _MAX_MODELS:
+                    self.models.append(model_id)
             elif name == b"seq_id" and number is not None and self.seq is None:
                 self.seq = int(number)
-        self._rest = text[-_OVERLAP:]
+        self._tail = text[-_OVERLAP:]
 
     @property
     def complete(self) -> bool:
-        """Whether both were found."""
+        """Whether a model id and a sequence number were found."""
         return bool(self.models) and self.seq is not None
 
 
-def json_number(body: bytes) -> tuple[list[str], int | None]:
-    """Return the models that a JSON body may be for, and its number; None for none. The top level counts where the
-    body can be read; NaN and Infinity, which are no JSON, are read, too."""
+def read_json_seq(body: bytes) -> tuple[list[str], int | None]:
+    """Return the candidate model ids of a JSON body and its sequence number (None if there is none). Keys of the top
+    level are used if the body can be parsed (NaN and Infinity, which JSON lacks, are accepted), else those that
+    ``SeqScanner`` finds."""
     with suppress(ValueError, RecursionError):
-        said = json.loads(body)
-        if isinstance(said, dict):
-            seq = said.get("seq_id")
-            return [str(said.get("model_id"))], seq if type(seq) is int else None
-    scan = NumberScan()
-    scan.feed(body)
-    return scan.models, scan.seq
+        parsed = json.loads(body)
+        if isinstance(parsed, dict):
+            seq = parsed.get("seq_id")
+            return [str(parsed.get("model_id"))], seq if type(seq) is int else None
+    scanner = SeqScanner()
+    scanner.feed(body)
+    return scanner.models, scanner.seq
 
 
 def read_pass(body: bytes, *, vocabulary: int, longest: int) -> Pass:
-    """Return the whole request. Raises BadRequest, which names the datum, for tokens outside of the vocabulary, a
-    sequence longer than ``longest``, tensors of other shapes than the tokens, and numbers that are not finite."""
-    _Parts(body).check(pb.ForwardBackwardRequest.DESCRIPTOR)
-    message = _message(body)
-    head = _head(message)
-    data, positions, width = [], 0, 1
+    """Parse and validate a whole ``forward_backward`` body. ``vocabulary`` is the number of tokens of the model,
+    ``longest`` its maximum sequence length. Raises BadRequest, which names the datum, for tokens outside of the
+    vocabulary, sequences longer than ``longest``, tensors whose shape differs from that of the targets, and
+    non-finite numbers."""
+    _FieldScanner(body).check(pb.ForwardBackwardRequest.DESCRIPTOR)
+    message = _parse_message(body)
+    head = _parse_head(message)
+    data = []
+    positions = 0
+    width = 1
     for number, datum in enumerate(message.data):
         try:
-            data.append(_datum(datum, vocabulary, longest))
+            data.append(_parse_datum(datum, vocabulary, longest))
         except BadRequest as error:
             raise BadRequest(f"datum {number}: {error}") from None
-        positions, width = positions + len(data[-1].tokens), max(width, data[-1].targets[0].size)
-        if positions * width > _MOST_CELLS:
+        positions += len(data[-1].tokens)
+        width = max(width, data[-1].targets[0].size)
+        if positions * width > _MAX_TARGET_CELLS:
             raise BadRequest(f"data: {positions} positions with up to {width} targets each are too many at once")
     if not data:
         raise BadRequest("data: there is no datum")
     return Pass(head.model, head.seq, head.forward_only, head.loss, head.config, data)
 
 
-_MOST_PARTS = 1 << 18
-_MOST_PACKED = 256
+_MAX_FIELDS = 1 << 18
+"""Maximum number of fields of a message, at all depths together. An empty submessage takes two bytes of the body but
+about a hundred bytes of memory once it is parsed, so the size of the body alone is no limit."""
+_MAX_PACKED_BYTES = 256
+"""Maximum length of a packed numeric field. Large arrays travel as ``bytes`` fields."""
 
 
-class _Parts:
-    """Walks through the fields of a message before it is parsed, and ends with BadRequest after so many: an empty part
-    takes two bytes of a body, and a hundred of memory once it is parsed."""
+class _FieldScanner:
+    """Walks through the fields of a serialized protobuf message without parsing it, and limits their number."""
 
     def __init__(self, body: bytes) -> None:
-        self._body, self._left = body, _MOST_PARTS
+        self._body = body
+        self._fields_left = _MAX_FIELDS
 
-    def check(self, kind: Any) -> None:
-        """Raise BadRequest for a message of too many parts, at any depth, or one that does not hold together."""
-        within = [(kind, 0, len(self._body))]
-        while within:
-            kind, begin, end = within.pop()
-            for number, _, at, after in self.fields(begin, end):
-                field = kind.fields_by_number.get(number)
+    def check(self, descriptor: Any) -> None:
+        """Raise BadRequest if the body, a message of type ``descriptor``, has too many fields or is malformed."""
+        pending = [(descriptor, 0, len(self._body))]
+        while pending:
+            descriptor, begin, end = pending.pop()
+            for number, _, content_begin, content_end in self.fields(begin, end):
+                field = descriptor.fields_by_number.get(number)
                 if field is None:
                     continue
+                size = content_end - content_begin
                 if field.message_type is not None:
-                    within.append((field.message_type, at, after))
-                elif field.type not in (field.TYPE_BYTES, field.TYPE_STRING) and after - at > _MOST_PACKED:
-                    raise BadRequest(f"the body's {field.name} has {after - at} bytes")
+                    pending.append((field.message_type, content_begin, content_end))
+                elif field.type not in (field.TYPE_BYTES, field.TYPE_STRING) and size > _MAX_PACKED_BYTES:
+                    raise BadRequest(f"the body's {field.name} has {size} bytes")
 
-    def fields(self, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the number of every field between two places, where it begins, and where its content begins and
-        ends."""
-        while at < end:
-            self._left -= 1
-            if self._left < 0:
-                raise BadRequest(f"the body has more than {_MOST_PARTS} parts")
-            begin = at
-            tag, at = self._varint(at, end)
-            if tag & 7 == 2:
-                size, at = self._varint(at, end)
-            elif tag & 7 == 0:
-                size = self._varint(at, end)[1] - at
-            elif tag & 7 in (1, 5):
-                size = 8 if tag & 7 == 1 else 4
+    def fields(self, offset: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yield for each field in ``[offset, end)`` its number, the offset of its tag, and the offsets of the begin and
+        the end of its content. Raises BadRequest."""
+        while offset < end:
+            self._fields_left -= 1
+            if self._fields_left < 0:
+                raise BadRequest(f"the body has more than {_MAX_FIELDS} parts")
+            begin = offset
+            tag, offset = self._read_varint(offset, end)
+            wire_type = tag & 7
+            if wire_type == 2:  # length-delimited
+                size, offset = self._read_varint(offset, end)
+            elif wire_type == 0:  # varint
+                size = self._read_varint(offset, end)[1] - offset
+            elif wire_type in (1, 5):  # fixed 64 or 32 bits
+                size = 8 if wire_type == 1 else 4
             else:
                 raise BadRequest("the body is no ForwardBackwardRequest: it has a field of no known form")
-            if at + size > end:
+            if offset + size > end:
                 raise BadRequest("the body is no ForwardBackwardRequest: it ends within a field")
-            yield tag >> 3, begin, at, at + size
-            at += size
+            yield tag >> 3, begin, offset, offset + size
+            offset += size
 
-    def _varint(self, at: int, end: int) -> tuple[int, int]:
+    def _read_varint(self, offset: int, end: int) -> tuple[int, int]:
+        """Return the varint at ``offset`` and the offset after it."""
         value = 0
-        for place in range(at, min(at + 10, end)):
-            value |= (self._body[place] & 127) << 7 * (place - at)
-            if self._body[place] < 128:
-                return value, place + 1
+        for i in range(offset, min(offset + 10, end)):
+            value |= (self._body[i] & 127) << 7 * (i - offset)
+            if self._body[i] < 128:
+                return value, i + 1
         raise BadRequest("the body is no ForwardBackwardRequest: it ends within a number")
 
 
-def _message(body: bytes) -> Any:
+def _parse_message(body: bytes) -> Any:
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
-    except Exception as error:  # protobuf's own error has no public home in every version
+    except Exception as error:  # protobuf's DecodeError has no public import path in every version
         raise BadRequest(f"the body is no ForwardBackwardRequest: {error}") from None
     return message
 
 
-def _head(message: Any) -> Pass:
+def _parse_head(message: Any) -> Pass:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return Pass(message.model_id, message.seq_id, message.forward_only, message.loss_fn, config)
 
 
-def _datum(message: Any, vocabulary: int, longest: int) -> Datum:
+def _parse_datum(message: Any, vocabulary: int, longest: int) -> Datum:
     parts = []
     for chunk in message.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise BadRequest(f"model_input has a chunk of the kind {kind}; this server takes tokens only")
-        parts.append(_numbers(chunk.encoded_text.tokens, np.dtype(np.int32), "model_input"))
+        parts.append(_parse_array(chunk.encoded_text.tokens, np.dtype(np.int32), "model_input"))
     tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
     check_tokens(tokens, vocabulary, longest)
-    if len(message.loss_fn_inputs) > _MOST_TENSORS:
+    if len(message.loss_fn_inputs) > _MAX_TENSORS:
         raise BadRequest(f"loss_fn_inputs has {len(message.loss_fn_inputs)} tensors")
-    given = {name: _tensor(tensor, name, len(tokens)) for name, tensor in message.loss_fn_inputs.items()}
-    targets = given.pop(TARGETS, None)
+    inputs = {name: _parse_tensor(tensor, name, len(tokens)) for name, tensor in message.loss_fn_inputs.items()}
+    targets = inputs.pop(TARGETS, None)
     if targets is None:
         raise BadRequest(f"{TARGETS} are missing")
     if targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
@@ -233,16 +266,16 @@ def _datum(message: Any, vocabulary: int, longest: int) -> Datum:
     targets = targets.astype(np.int64)
     if targets.min() < 0 or targets.max() >= vocabulary:
         raise BadRequest(f"{TARGETS} must be from 0 to {vocabulary - 1}, got {targets.min()} to {targets.max()}")
-    for name, values in given.items():
+    for name, values in inputs.items():
         if values.shape != targets.shape:
             raise BadRequest(f"{name} has the shape {values.shape}, {TARGETS} {targets.shape}")
         if not np.isfinite(values).all():
             raise BadRequest(f"{name} has numbers that are not finite")
-    return Datum(tokens, targets, {name: values.astype(np.float32) for name, values in given.items()})
+    return Datum(tokens, targets, {name: values.astype(np.float32) for name, values in inputs.items()})
 
 
 def check_tokens(tokens: np.ndarray, vocabulary: int, longest: int) -> None:
-    """Raise BadRequest for no tokens, too many of them, or one that the model has not."""
+    """Raise BadRequest if ``tokens`` is empty, has more than ``longest`` tokens, or one outside of the vocabulary."""
     if not len(tokens):
         raise BadRequest("there are no tokens")
     if len(tokens) > longest:
@@ -251,27 +284,23 @@ def check_tokens(tokens: np.ndarray, vocabulary: int, longest: int) -> None:
         raise BadRequest(f"tokens must be from 0 to {vocabulary - 1}, got {tokens.min()} to {tokens.max()}")
 
 
-def _numbers(raw: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray:
+def _parse_array(raw: bytes, dtype: np.dtype[Any], name: str) -> np.ndarray:
     if len(raw) % dtype.itemsize:
         raise BadRequest(f"{name} has {len(raw)} bytes, which are no whole {dtype.name}")
     return np.frombuffer(raw, dtype=dtype)
 
 
-_MOST_TENSORS, _MOST_TARGETS, _MOST_CELLS = 16, 1024, 1 << 24
-"""Tensors of a datum, targets of a position, and targets of a request: those that a narrower datum has not are
-padded."""
-
-
-def _tensor(message: Any, name: str, rows: int) -> np.ndarray:
+def _parse_tensor(message: Any, name: str, rows: int) -> np.ndarray:
+    """Return the tensor ``name`` of a datum of ``rows`` tokens, in the shape that the message states."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise BadRequest(f"{name} has no element type that is carried: float32 and int64 are")
     shape = tuple(message.shape)
-    if len(shape) == 2 and (shape[0] != rows or not 0 <= shape[1] <= _MOST_TARGETS):
-        raise BadRequest(f"{name} has the shape {shape}, for {rows} tokens and at most {_MOST_TARGETS} each")
+    if len(shape) == 2 and (shape[0] != rows or not 0 <= shape[1] <= _MAX_TARGETS):
+        raise BadRequest(f"{name} has the shape {shape}, for {rows} tokens and at most {_MAX_TARGETS} each")
     if message.HasField("sparse_csr"):
-        return _dense(message.sparse_csr, dtype, shape, name)
-    values = _numbers(message.dense, dtype, name)
+        return _parse_sparse(message.sparse_csr, dtype, shape, name)
+    values = _parse_array(message.dense, dtype, name)
     if not shape:
         return values
     if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
@@ -279,11 +308,11 @@ def _tensor(message: Any, name: str, rows: int) -> np.ndarray:
     return values.reshape(shape)
 
 
-def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> np.ndarray:
-    """Spread a sparse tensor; the client leaves out zeros."""
-    values = _numbers(csr.values, dtype, name)
-    rows = _numbers(csr.crow_indices, np.dtype(np.int64), name)
-    columns = _numbers(csr.col_indices, np.dtype(np.int64), name)
+def _parse_sparse(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) -> np.ndarray:
+    """Convert a tensor in compressed sparse row (CSR) format, in which zeros are left out, to a dense one."""
+    values = _parse_array(csr.values, dtype, name)
+    rows = _parse_array(csr.crow_indices, np.dtype(np.int64), name)
+    columns = _parse_array(csr.col_indices, np.dtype(np.int64), name)
     if len(shape) != 2 or len(rows) != shape[0] + 1:
         raise BadRequest(f"{name}: a sparse tensor of the shape {shape} does not fit its {len(rows)} row pointers")
     counts = np.diff(rows)
@@ -296,110 +325,124 @@ def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: str) ->
     return dense
 
 
-# ---- answers
+# ---- responses
 
 
-def pass_answer(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
-    """Write a ``ForwardBackwardOutput``: of each datum what is known of its targets, by name, f32 (n,) or (n, K)."""
-    answer = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
-    by_width: list[tuple[tuple[int, ...], list[Mapping[str, np.ndarray]]]] = []
-    for each in outputs:  # A record holds data of one trailing shape, and their order counts.
-        trailing = next(iter(each.values())).shape[1:]
-        if not by_width or by_width[-1][0] != trailing:
-            by_width.append((trailing, []))
-        by_width[-1][1].append(each)
-    for trailing, members in by_width:
-        record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(members))
+def serialize_pass_result(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
+    """Serialize a ``ForwardBackwardOutput``. ``outputs`` has one mapping for each datum, from the name of an output to
+    its values for each target, f32 (n,) or (n, K)."""
+    response = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    # All data of a record have the same trailing shape, and the order of the data is kept: each run of equally wide
+    # data becomes a record.
+    records: list[tuple[tuple[int, ...], list[Mapping[str, np.ndarray]]]] = []
+    for output in outputs:
+        trailing_shape = next(iter(output.values())).shape[1:]
+        if not records or records[-1][0] != trailing_shape:
+            records.append((trailing_shape, []))
+        records[-1][1].append(output)
+    for trailing_shape, members in records:
+        record = response.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(members))
         for name in members[0]:
-            raw = [np.ascontiguousarray(each[name], dtype=np.float32).tobytes() for each in members]
+            raw = [np.ascontiguousarray(output[name], dtype=np.float32).tobytes() for output in members]
             batched = record.fields[name]
-            batched.data, batched.dtype = b"".join(raw), pb.DTYPE_FLOAT32
+            batched.data = b"".join(raw)
+            batched.dtype = pb.DTYPE_FLOAT32
             batched.offsets = np.cumsum([0, *map(len, raw)], dtype=np.int64).tobytes()
-            batched.trailing_shape.extend(trailing)
-    return answer.SerializeToString()
+            batched.trailing_shape.extend(trailing_shape)
+    return response.SerializeToString()
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The likeliest tokens of some positions: ``tokens`` i32 and ``logprobs`` f32, (n, k) each. Rows without any have
-    the client's marks, token 0 and log-probability -99999."""
+    """The k most likely tokens of n positions. Positions that were not scored have the client's fill values: token 0
+    and log-probability -99999."""
 
     tokens: np.ndarray
+    """Token ids, i32 (n, k)."""
     logprobs: np.ndarray
+    """Their log-probabilities, f32 (n, k)."""
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One sequence: tokens, log-probabilities, and why it ended (``stop`` or ``length``)."""
+class SampledSequence:
+    """One sampled sequence."""
 
     tokens: Sequence[int]
+    """The sampled tokens."""
     logprobs: Sequence[float]
+    """Their log-probabilities."""
     reason: str
+    """Why sampling ended: ``stop`` or ``length``."""
     top: TopK | None = None
+    """The most likely tokens of each position, if requested."""
 
 
 @dataclass(frozen=True)
-class Scored:
-    """What is known of a prompt: log-probabilities f32 (n,), not a number where they were not asked for; the likeliest
-    tokens; log-probabilities of given tokens, f32 (n - 1, K)."""
+class PromptScores:
+    """Log-probabilities of a prompt of n tokens; None for each part that was not requested."""
 
     logprobs: np.ndarray | None = None
+    """Log-probabilities of the prompt's tokens, f32 (n,); NaN at positions that were not requested."""
     top: TopK | None = None
+    """The most likely tokens of each position."""
     targets: np.ndarray | None = None
+    """Log-probabilities of tokens that the client chose, f32 (n - 1, K)."""
 
 
-def sample_answer(sequences: Sequence[Sampled], prompt: Scored) -> bytes:
-    """Write a ``SampleResponse``."""
-    answer = pb.SampleResponse()
-    for each in sequences:
-        reason = pb.STOP_REASON_STOP if each.reason == "stop" else pb.STOP_REASON_LENGTH
-        sequence = answer.sequences.add(
+def serialize_samples(sequences: Sequence[SampledSequence], prompt: PromptScores) -> bytes:
+    """Serialize a ``SampleResponse``."""
+    response = pb.SampleResponse()
+    for sampled in sequences:
+        reason = pb.STOP_REASON_STOP if sampled.reason == "stop" else pb.STOP_REASON_LENGTH
+        sequence = response.sequences.add(
             stop_reason=reason,
-            tokens=np.asarray(each.tokens, dtype=np.int32).tobytes(),
-            logprobs=np.asarray(each.logprobs, dtype=np.float32).tobytes(),
+            tokens=np.asarray(sampled.tokens, dtype=np.int32).tobytes(),
+            logprobs=np.asarray(sampled.logprobs, dtype=np.float32).tobytes(),
         )
-        if each.top is not None:
-            _write_top(sequence.topk_sampled_logprobs, each.top)
+        if sampled.top is not None:
+            _fill_top_k(sequence.topk_sampled_logprobs, sampled.top)
     if prompt.logprobs is not None:
-        answer.prompt_logprobs = prompt.logprobs.astype(np.float32).tobytes()
+        response.prompt_logprobs = prompt.logprobs.astype(np.float32).tobytes()
     if prompt.top is not None:
-        _write_top(answer.topk_prompt_logprobs, prompt.top)
+        _fill_top_k(response.topk_prompt_logprobs, prompt.top)
     if prompt.targets is not None:
-        tensor = answer.target_prompt_logprobs
-        tensor.dense, tensor.dtype = prompt.targets.astype(np.float32).tobytes(), pb.DTYPE_FLOAT32
+        tensor = response.target_prompt_logprobs
+        tensor.dense = prompt.targets.astype(np.float32).tobytes()
+        tensor.dtype = pb.DTYPE_FLOAT32
         tensor.shape.extend(prompt.targets.shape)
-    return answer.SerializeToString()
+    return response.SerializeToString()
 
 
-def _write_top(message: Any, top: TopK) -> None:
-    message.token_ids, message.logprobs = (
-        top.tokens.astype(np.int32).tobytes(),
-        top.logprobs.astype(np.float32).tobytes(),
-    )
+def _fill_top_k(message: Any, top: TopK) -> None:
+    message.token_ids = top.tokens.astype(np.int32).tobytes()
+    message.logprobs = top.logprobs.astype(np.float32).tobytes()
     message.length, message.k = top.tokens.shape
 
 
-_MOST_VALUES, _MOST_ERRORS = 1 << 20, 100
+_MAX_VALUES = 1 << 20
+"""Maximum number of values of a JSON body: pydantic builds an error of hundreds of bytes for each invalid value."""
+_MAX_ERRORS = 100
+"""Above this number of validation errors the message does not name a field."""
 
 
 def read_json(kind: Any, body: bytes) -> Any:
-    """Return a request of one of the client's types. Raises BadRequest that names the field, or says that it has too
-    many values: each that does not fit costs hundreds of bytes."""
-    if body.count(b",") > _MOST_VALUES:
-        raise BadRequest(f"the body has more than {_MOST_VALUES} values")
+    """Parse a JSON body as ``kind``, one of the client's request types. Raises BadRequest, which names the first
+    invalid field, or says that the body has too many values."""
+    if body.count(b",") > _MAX_VALUES:
+        raise BadRequest(f"the body has more than {_MAX_VALUES} values")
     try:
         return kind.model_validate_json(body)
     except ValueError as error:
-        if getattr(error, "error_count", int)() > _MOST_ERRORS:
+        if getattr(error, "error_count", int)() > _MAX_ERRORS:
             raise BadRequest(f"most of the body is no {kind.__name__}") from None
-        found = getattr(error, "errors", None)
-        first = found()[0] if callable(found) else {"loc": (), "msg": str(error)}  # pyright: ignore[reportIndexIssue]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadRequest(f"{where + ': ' if where else ''}{first['msg']}"[:500]) from None
+        errors = getattr(error, "errors", None)
+        first = errors()[0] if callable(errors) else {"loc": (), "msg": str(error)}  # pyright: ignore[reportIndexIssue]
+        location = ".".join(str(part) for part in first["loc"])
+        raise BadRequest(f"{location + ': ' if location else ''}{first['msg']}"[:500]) from None
 
 
 def prompt_tokens(prompt: Any) -> np.ndarray:
-    """Return the tokens of a ``ModelInput``, i64 (n,). Raises BadRequest for anything but tokens."""
+    """Return the tokens of a ``ModelInput``, i64 (n,). Raises BadRequest for chunks that are not tokens."""
     if not all(isinstance(chunk, types.EncodedTextChunk) for chunk in prompt.chunks):
         raise BadRequest("the prompt has a chunk that is no text; this server takes tokens only")
     return np.fromiter((token for chunk in prompt.chunks for token in chunk.tokens), dtype=np.int64)

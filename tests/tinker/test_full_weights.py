@@ -154,14 +154,14 @@ def test_a_model_that_the_memory_cannot_hold_is_refused(policy):
     options = ComputeOptions(str(policy), "float32", 1, 256, 0, 0.01, full_weights=True)
     computer = Computer(options, lambda *message: None)
     create = Create("m", 0, 0, True, True, True)
-    computer._room = int(5.5 * computer.nbytes)
+    computer._free_at_start = int(5.5 * computer.nbytes)
     computer._create(create)
-    assert computer._models["m"].held.digest == computer.digest
+    assert computer._models["m"].weights_id.digest == computer.digest
     computer._create(create)
     other = msgspec.structs.replace(create, model="other")
     with pytest.raises(BadRequest, match=r"all weights of a model takes .* GiB; 1 are in memory.*--max-adapters"):
         computer._create(other)
-    computer._drop("m")
+    computer._remove("m")
     computer._create(other)
 
 

@@ -27,8 +27,8 @@ from realhf.tinker.channel import Drop, Job, Update
 from realhf.tinker.compute import Computer
 from realhf.tinker.options import ServerOptions
 from realhf.tinker.sampling import Sampler
-from realhf.tinker.training import Held, TrainedModel
-from realhf.tinker.wire import BadRequest, json_number, read_head, read_json, read_pass
+from realhf.tinker.training import TrainedModel, WeightsId
+from realhf.tinker.wire import BadRequest, read_head, read_json, read_json_seq, read_pass
 from realhf.web.guard import RequestGuard
 from tests.tinker.conftest import KEY, Server
 from tests.tinker.test_client import ADAM, TEXT, datum, steps
@@ -188,7 +188,7 @@ def test_weights_saved_again_under_a_name_are_the_new_ones(trainer, service):
 
 
 def test_a_step_or_load_whose_state_cannot_be_kept_has_been_made(policy, tmp_path):
-    """Told as a failure, a client would make the step twice, and a load that had failed was one all the same. The
+    """Reported as a failure, a client would make the step twice, and a load that had failed was one all the same. The
     server that is killed then goes on from an earlier state."""
     root = tmp_path / "root"
     root.mkdir()
@@ -210,7 +210,7 @@ def test_a_step_or_load_whose_state_cannot_be_kept_has_been_made(policy, tmp_pat
 def test_a_load_that_fails_half_way_leaves_no_digest_behind():
     """The digest was that of the weights before."""
     model = TrainedModel.__new__(TrainedModel)
-    model._held = Held(1, "before")
+    model._weights_id = WeightsId(1, "before")
 
     def load_checkpoint(folder):
         raise ValueError("half of it")
@@ -218,7 +218,7 @@ def test_a_load_that_fails_half_way_leaves_no_digest_behind():
     model._engine = SimpleNamespace(load_checkpoint=load_checkpoint)
     with pytest.raises(ValueError, match="half of it"):
         model.load(Path("folder"), moments=True)
-    assert model._held is None
+    assert model._weights_id is None
 
 
 def test_a_step_that_fails_drops_the_gradients():
@@ -244,14 +244,15 @@ def test_a_model_is_gone_where_something_is_not_done_again():
         raise MemoryError("no more")
 
     computer, told = Computer.__new__(Computer), []
-    computer._heap = SimpleNamespace(give_back=lambda: None)
-    computer._tell, computer._turns = lambda done, *body: told.append(done), deque()
+    computer._heap = SimpleNamespace(trim=lambda: None)
+    computer._reply = lambda done, *body: told.append(done)
+    computer._round_robin = deque()
     for again in (False, True):
         computer._models = {"m": SimpleNamespace(update=fails)}
         computer._queues = {"m": deque([(Job(1, Update("m", {}), again), b"")])}
-        computer._train("m")
+        computer._run_next("m")
         assert ("m" not in computer._models) == again
-    computer._do(Drop("m"), b"")  # nothing was accumulated by a model that is not there
+    computer._run(Drop("m"), b"")  # nothing was accumulated by a model that is not there
 
 
 @pytest.mark.parametrize(("rate", "status"), [("null", 400), ('"fast"', 400), ("NaN", 200), ("Infinity", 200)])
@@ -314,7 +315,7 @@ def test_a_body_of_another_type_is_not_read_as_far_as_data(server):
 def test_a_body_names_few_models():
     """Every name of a body was looked up, one after another: a million of them kept everybody waiting."""
     names = [f'{{"model_id": "{number % 5000}"}},'.encode() for number in range(20_000)]
-    models, seq = json_number(b"[" + b"".join(names))
+    models, seq = read_json_seq(b"[" + b"".join(names))
     assert (models, seq) == ([str(number) for number in range(8)], None)
 
 
@@ -422,7 +423,7 @@ def test_a_step_that_makes_weights_without_values_is_refused(trainer, params, sa
 
 def test_weights_that_are_not_finite_are_no_success():
     model = TrainedModel.__new__(TrainedModel)
-    model.missing, model._held = "", None
+    model.missing, model._weights_id = "", None
     result = SimpleNamespace(skipped=False, grad_norm=1.0, stats={"lr": 1.0})
     tensors = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
     model._engine = SimpleNamespace(step=lambda options: result, version=1, adapters=None, weights=lambda: tensors)
@@ -566,13 +567,13 @@ def test_a_stop_string_is_found_whose_letters_have_several_bytes(policy):
     tokenizer = sampler._tokenizer = AutoTokenizer.from_pretrained(policy)
     for text in ("日本語", "né", "abc"):
         ids = [*tokenizer.encode("so: ", add_special_tokens=False), *tokenizer.encode(text, add_special_tokens=False)]
-        assert sampler._says(SimpleNamespace(token_ids=ids), (text,))
-        assert not sampler._says(SimpleNamespace(token_ids=ids[:-1]), (text,))
+        assert sampler._ends_with_stop(SimpleNamespace(token_ids=ids), (text,))
+        assert not sampler._ends_with_stop(SimpleNamespace(token_ids=ids[:-1]), (text,))
 
 
 def sampler_of(policy, **more) -> Sampler:
     base = load_causal_lm(str(policy), "tinker", torch.float32)
-    return Sampler(base, None, ends=frozenset(), longest=256, **more)
+    return Sampler(base, None, end_tokens=frozenset(), longest=256, **more)
 
 
 def asked(**more):
@@ -604,7 +605,7 @@ def test_a_sparse_tensor_of_a_prompt_is_looked_at_before_it_is_spread(policy, ch
 def test_samples_that_only_wait_have_not_begun(policy):
     """All that had come were blamed when the process that computes died: the second time, all of them had failed."""
     began, ended = [], []
-    sampler = sampler_of(policy, most_bytes=lambda: 1, began=began.append)  # room for a single row
+    sampler = sampler_of(policy, max_bytes=lambda: 1, on_start=began.append)  # room for a single row
     for number in range(3):
         sampler.submit(number, "", asked(num_samples=2), lambda number, *answer: ended.append(number))
     sampler.step()
@@ -617,7 +618,7 @@ def test_samples_that_only_wait_have_not_begun(policy):
 
 def test_waiting_requests_are_not_all_unfolded_at_once(policy):
     """Each sequence of each of them had a copy of its prompt, before the first could begin."""
-    sampler = sampler_of(policy, most_bytes=lambda: 1)
+    sampler = sampler_of(policy, max_bytes=lambda: 1)
     for number in range(5):
         sampler.submit(number, "", asked(num_samples=600), lambda *answer: None)
     sampler.step()
@@ -630,7 +631,7 @@ def test_an_error_of_those_in_play_is_none_of_those_that_wait(policy, monkeypatc
     """All had failed that had come. Where there is no room, it is the one with the longest rows that wants it."""
     ended = {}
     done = lambda number, answer, held: ended.update({number: answer})
-    sampler = sampler_of(policy, most_bytes=lambda: 1)
+    sampler = sampler_of(policy, max_bytes=lambda: 1)
     params = [types.SamplingParams(max_tokens=n, seed=1, stop=[]) for n in (2, 4, 2)]
     for number, each in enumerate(params):
         sampler.submit(number, "", asked(sampling_params=each), done)

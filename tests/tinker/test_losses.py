@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from realhf.tinker.losses import HIGH, LOSSES, LOW, SEQUENCE_MASK, loss_named
+from realhf.tinker.losses import HIGH, LOSSES, LOW, SEQUENCE_MASK, find_loss
 
 LENGTHS = (5, 1, 7, 3)
 N = sum(LENGTHS)
@@ -77,7 +77,7 @@ def test_a_loss_is_what_its_definition_says(name, seed, thresholds):
         key: min(value, 0.9) if key == LOW else max(value, 0.95) if key == HIGH else value
         for key, value in config.items()
     }
-    loss, settings = loss_named(name, config)
+    loss, settings = find_loss(name, config)
     if thresholds:
         if not loss.takes:
             pytest.skip("this loss clips nothing")
@@ -94,7 +94,7 @@ def test_a_loss_is_what_its_definition_says(name, seed, thresholds):
 def test_cross_entropy_takes_several_targets_for_a_position():
     logprobs = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], dtype=torch.float64, requires_grad=True)
     weights = torch.tensor([[0.25, 0.75], [1.0, 0.0]], dtype=torch.float64)
-    loss, settings = loss_named("cross_entropy", {})
+    loss, settings = find_loss("cross_entropy", {})
     loss.compute(logprobs, {"weights": weights}, torch.tensor([0, 0]), settings).sum().backward()
     assert torch.equal(logprobs.grad, -weights)
 
@@ -113,4 +113,4 @@ def test_cross_entropy_takes_several_targets_for_a_position():
 )
 def test_what_is_not_carried_is_refused_by_name(name, config, said):
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
-        loss_named(name, config)
+        find_loss(name, config)

@@ -113,12 +113,12 @@ def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_p
     store.finish("m:0", error="late", info={})
     store.close()
     store = Store(tmp_path)
-    assert [(each.seq, each.body) for each in store.unfinished()] == [(2, b"body"), (3, b"body")]
+    assert [(each.seq, each.body) for each in store.pending()] == [(2, b"body"), (3, b"body")]
     first, second = store.request("m:0"), store.request("m:1")
     assert (first.state, first.result, first.info) == (FINISHED, b"answer", {"version": 1})
     assert (second.state, second.error, second.theirs) == (FAILED, "no", True)
     assert store.request("m:2").state == WAITING and store.request("m:9") is None
-    store.change_model("m", state_seq=1)
+    store.update_model("m", state_seq=1)
     store.drop_bodies("m", 1)
     assert [each.seq for each in store.history("m", store.model("m").state_seq)] == [2, 3]
     assert [each.body for each in store.history("m", -1)] == [b"", b"", b"body", b"body"]
@@ -126,12 +126,12 @@ def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_p
     store.finish("m:2", info={})
     store.finish("m:4", info={})
     assert [each.body for each in store.history("m", 1)] == [b"body", b"body", b""]
-    store.fetched("m:0")
-    assert store.forget_results(fetched_before=0.0, finished_before=0.0) == 0
-    assert store.forget_results(fetched_before=1e12, finished_before=0.0) == 1
+    store.mark_fetched("m:0")
+    assert store.drop_results(fetched_before=0.0, finished_before=0.0) == 0
+    assert store.drop_results(fetched_before=1e12, finished_before=0.0) == 1
     assert store.request("m:0").info["gone"] == 1 and store.request("m:0").result == b""
-    assert store.next_seq("m") == 5 and store.once("a", "1") == store.once("a", "2") == "1"
-    with pytest.raises(RuntimeError), store.together():
+    assert store.next_seq("m") == 5 and store.get_or_set("a", "1") == store.get_or_set("a", "2") == "1"
+    with pytest.raises(RuntimeError), store.transaction():
         store.add_request("m:7", "me", "sample", "m", 7, b"")
         raise RuntimeError
     assert store.request("m:7") is None

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from realhf.tinker.channel import Began, Channel, Create, Drop, Forward, Load, Save, Spoil, Told, Unload, Update
-from realhf.tinker.service import GAP_CLEANS, MOST_AHEAD
+from realhf.tinker.channel import Began, Channel, ComputeReply, Create, Drop, Forward, Load, Save, Spoil, Unload, Update
+from realhf.tinker.service import GAP_TIMEOUT_CLEANS, MAX_SEQ_AHEAD
 from realhf.tinker.store import FAILED, FINISHED, WAITING
 from realhf.web.refusal import Refusal
 
@@ -28,17 +28,17 @@ def model_of(service, number=0) -> str:
     if service.store.session("s") is None:
         service.store.add_session("s", ME, {})
     model = f"s:train:{number}"
-    service.promise(ME, "create_model", model, 0, b"{}", ("s", OPTIONS))
+    service.submit(ME, "create_model", model, 0, b"{}", ("s", OPTIONS))
     service._process.answer()
     return model
 
 
 def states(service, model) -> list[int]:
-    return [state for _, state in service.store.standing(model, 0)]
+    return [state for _, state in service.store.request_states(model, 0)]
 
 
 def ask(service, model, seq, asked="forward_backward", /, **said) -> str:
-    return service.promise(ME, asked, model, seq, json.dumps(said).encode())
+    return service.submit(ME, asked, model, seq, json.dumps(said).encode())
 
 
 # ---- a number that never comes
@@ -56,13 +56,13 @@ def test_what_waits_for_a_request_that_never_comes_fails_with_the_session(opened
     if restarted:
         service = opened()
         assert service._pending[ME][0] == 2
-    service.end_lapsed()
+    service.unload_lapsed()
     assert states(service, model) == [WAITING] * 2
     if finished:
-        service.store.see_session("s", finished=True)
+        service.store.touch_session("s", finished=True)
     else:
         service.store._base.execute("update sessions set seen=0")
-    service.end_lapsed()
+    service.unload_lapsed()
     late = service.store.request(f"{model}:3")
     assert (late.state, late.error) == (FAILED, "a request before it never came")
     assert service._pending[ME] == (0, 0)
@@ -80,7 +80,7 @@ def test_what_waits_for_a_request_that_never_comes_is_done_in_the_end(opened, re
     ask(service, model, 2, "optim_step", params={})
     if restarted:
         service = opened()
-    for _ in range(GAP_CLEANS - 1):
+    for _ in range(GAP_TIMEOUT_CLEANS - 1):
         service.close_gaps()
     assert states(service, model) == [WAITING]
     service.close_gaps()
@@ -99,7 +99,7 @@ def test_a_request_that_is_refused_for_now_is_waited_for(opened, monkeypatch):
     service = opened()
     model = model_of(service)
     ask(service, model, 2)
-    for _ in range(GAP_CLEANS):
+    for _ in range(GAP_TIMEOUT_CLEANS):
         service.close_gaps()
         with monkeypatch.context() as full:
             full.setattr(service, "check_disk", lambda: (_ for _ in ()).throw(Refusal(507, "the disk is full")))
@@ -118,7 +118,7 @@ def test_gaps_that_are_closed_load_no_more_models_than_there_may_be(opened):
     for model in models:
         waiting.append(ask(service, model, 2))
         service._process.answer(len(service._process.jobs))
-    for _ in range(GAP_CLEANS):
+    for _ in range(GAP_TIMEOUT_CLEANS):
         service.close_gaps()
     for _ in models:
         assert len(service._loaded) == 2
@@ -132,9 +132,9 @@ def test_numbers_of_refused_requests_that_are_far_ahead_take_no_memory(opened):
     """Nothing bounded how many of them a model held, of any number."""
     service = opened()
     model = model_of(service)
-    for seq in (2, MOST_AHEAD + 1, MOST_AHEAD + 2, 1 << 30):
+    for seq in (2, MAX_SEQ_AHEAD + 1, MAX_SEQ_AHEAD + 2, 1 << 30):
         service.skip(ME, model, seq, "no", "optim_step")
-    assert [*service._held[model]] == [2, MOST_AHEAD + 1]
+    assert [*service._queued[model]] == [2, MAX_SEQ_AHEAD + 1]
 
 
 def test_a_pass_that_failed_spoils_the_step_also_after_a_restart(opened):
@@ -155,7 +155,7 @@ def test_what_waits_for_a_model_that_is_forgotten_fails(opened):
     service = opened()
     model = model_of(service)
     ask(service, model, 3)
-    service.promise(ME, "unload_model", model, 1, b"{}")
+    service.submit(ME, "unload_model", model, 1, b"{}")
     service._process.answer()
     assert states(service, model) == [FINISHED, FAILED] and service._pending[ME] == (0, 0)
 
@@ -165,7 +165,7 @@ def test_nothing_that_was_asked_of_a_forgotten_model_is_kept(opened):
     service = opened()
     model = model_of(service)
     ask(service, model, 1)
-    service.promise(ME, "unload_model", model, 2, b"{}")
+    service.submit(ME, "unload_model", model, 2, b"{}")
     service._process.answer(2)
     assert [each.body for each in service.store.history(model, -1)] == [b"", b"", b""]
 
@@ -211,7 +211,7 @@ def test_nothing_is_left_of_a_sample_that_is_cancelled(opened):
     """Its bytes counted for ever, and so did its job."""
     service = opened()
     service.store.add_sampler("s:sample:0", ME, "s", "", "")
-    service.cancel(ME, service.promise(ME, "sample", "s:sample:0", 0, b"body"))
+    service.cancel(ME, service.submit(ME, "sample", "s:sample:0", 0, b"body"))
     assert service._pending[ME] == (0, 0) and not service._job_of and not service._jobs
 
 
@@ -219,11 +219,11 @@ def test_a_channel_ends_with_the_other_side():
     """Each time the process that computes died, a thread and a socket stayed."""
     ours, theirs = socket.socketpair()
     ended = threading.Event()
-    channel = Channel(ours, Told, lambda *told: None, ended.set)
+    channel = Channel(ours, ComputeReply, lambda *told: None, ended.set)
     channel.start()
     theirs.close()
     assert ended.wait(10)
-    for thread in channel._threads:
+    for thread in (channel._receiver, channel._sender):
         thread.join(10)
         assert not thread.is_alive()
     connection = weakref.ref(channel._connection)
@@ -235,8 +235,8 @@ def test_a_channel_ends_with_the_other_side():
 
 
 def save(service, model, seq, name="a", *, overwrite=False, kind="training") -> str:
-    """Ask for weights of a name, in a folder as the shelf names it."""
-    folder = service.shelf.folder(model, kind, name, seq)
+    """Ask for weights of a name, in a folder as the checkpoint store names it."""
+    folder = service.checkpoints.new_folder(model, kind, name, seq)
     said = {"path": f"tinker://{model}/weights/{name}", "name": name, "kind": kind, "folder": str(folder)}
     return ask(service, model, seq, "save_weights", **said, overwrite=overwrite, expires=None, info={})
 
@@ -341,7 +341,7 @@ def test_a_state_that_the_disk_has_no_room_for_is_not_kept(opened, monkeypatch):
     usage = namedtuple("usage", "free")
     for free, kept in ((2**30 + (1900 << 10), True), (2**30 + (1700 << 10), False)):
         monkeypatch.setattr("realhf.tinker.service.shutil.disk_usage", lambda root, free=free: usage(free))
-        assert bool(service._keep(model, 1)) == kept
+        assert bool(service._choose_keep(model, 1)) == kept
 
 
 # ---- a model that is made again
@@ -396,7 +396,7 @@ def test_weights_that_are_gone_are_no_reason_to_go_on_without(opened):
     ask(service, model, 2, "load_weights", path=f"tinker://{model}/weights/a", optimizer=True)
     answer_saves(service)
     service.store._base.execute("update requests set info='{}'")
-    service.shelf.drop(service.shelf.find(ME, f"tinker://{model}/weights/a"))
+    service.checkpoints.delete(service.checkpoints.find(ME, f"tinker://{model}/weights/a"))
     ask(service, model, 3)
     service = opened()
     assert "was not made again: there are no weights" in service.store.request(f"{model}:3").error
@@ -432,7 +432,7 @@ def broken(*given, **named):
 
 def test_housekeeping_goes_on_after_an_error_of_the_disk(opened, monkeypatch, caplog):
     """It ended at the first one, without a word."""
-    monkeypatch.setattr("realhf.tinker.service.CLEANS_EVERY_S", 0.001)
+    monkeypatch.setattr("realhf.tinker.service.CLEAN_INTERVAL_S", 0.001)
     service = opened()
     monkeypatch.setattr(service.store, "forget_results", broken)
 
