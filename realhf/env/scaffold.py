@@ -25,22 +25,24 @@ _LONGEST = 60
 
 
 class Start(NamedTuple):
-    """What was written: the files, and the commands to go on with."""
+    """The result of ``write_start``."""
 
     files: tuple[Path, Path]
+    """The written files: the environment and its test."""
     commands: tuple[str, ...]
+    """Shell commands to continue with: check, play and train."""
 
 
-def write_start(name: str, door: str, folder: Path) -> Start:
-    """Write ``NAME.py`` and ``test_NAME.py``, both or none. Raises ValueError for a name that cannot be a module or is
-    one already, and for files that are there or cannot be written."""
+def write_start(name: str, env_format: str, folder: Path) -> Start:
+    """Write ``NAME.py`` and ``test_NAME.py``, both or none. ``env_format`` is a key of ``DOORS``. Raises ValueError for
+    a name that is no valid module name or is taken by another module, and for files that exist or cannot be written."""
     check_name(name)
     title = "".join(part.capitalize() for part in name.split("_"))
     words = {"module": name, "name": title, "about": f"{title}: a start for an environment of your own. Change it."}
     files = (folder / f"{name}.py", folder / f"test_{name}.py")
-    texts = [_template(template).substitute(words) for template in (door, f"test_{door}")]
-    if there := [file for file in files if file.exists() or file.is_symlink()]:
-        raise ValueError(f"{there[0]} is there already, and nothing was written")
+    texts = [_template(template).substitute(words) for template in (env_format, f"test_{env_format}")]
+    if existing := [file for file in files if file.exists() or file.is_symlink()]:
+        raise ValueError(f"{existing[0]} is there already, and nothing was written")
     written: list[Path] = []
     try:
         for file, text in zip(files, texts, strict=True):
@@ -51,21 +53,21 @@ def write_start(name: str, door: str, folder: Path) -> Start:
         for file in written:
             file.unlink(missing_ok=True)
         raise ValueError(f"{folder} cannot be written to: {error.strerror or error}") from None
-    return Start(files, _commands(files[0], title, door))
+    return Start(files, _next_commands(files[0], title, env_format))
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name that a module of one's own cannot have."""
+    """Raise ValueError if a name is no valid module name, or is taken by another module."""
     if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name):
         raise ValueError(f"{name[:_LONGEST]!r} is no name: write a small letter, then letters, digits and underscores")
     if importlib.util.find_spec(name) is not None and not Path(f"{name}.py").exists():
         raise ValueError(f"{name!r} is the name of another module, which it would hide: choose another name")
 
 
-def _commands(file: Path, title: str, door: str) -> tuple[str, ...]:
-    reference = f"{file}:{'reward' if door == 'dataset' else title}"
+def _next_commands(file: Path, title: str, env_format: str) -> tuple[str, ...]:
+    reference = f"{file}:{'reward' if env_format == 'dataset' else title}"
     train = f"python -m realhf.launch experiment=grpo env.path={reference}"
-    if door == "agent":
+    if env_format == "agent":
         train = f"python -m realhf.launch experiment=grpo_async env.path={reference} rollout.agent={file}:solve"
     return (f"python -m realhf.env check {reference}", f"python -m realhf.env play {reference}", train)
 

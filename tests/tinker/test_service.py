@@ -434,7 +434,7 @@ def test_housekeeping_goes_on_after_an_error_of_the_disk(opened, monkeypatch, ca
     """It ended at the first one, without a word."""
     monkeypatch.setattr("realhf.tinker.service.CLEAN_INTERVAL_S", 0.001)
     service = opened()
-    monkeypatch.setattr(service.store, "forget_results", broken)
+    monkeypatch.setattr(service.store, "drop_results", broken)
 
     async def cleaned() -> None:
         while caplog.text.count("was not cleaned: disk I/O error") < 2:

@@ -322,7 +322,8 @@ class Caller:
     def _raised(self, name: str, error: BaseException) -> CallFailed:
         where = self.code.of_exception(error)
         if isinstance(error, EnvironmentFailure) and error.kind == "internal":
-            # A door says what an author's code raised as the cause, and what broke the contract without one.
+            # The loader of an env format chains what the author's code raised as the cause; an error about a broken
+            # contract has no cause.
             refused = error.__context__ if isinstance(error.__context__, BrokenContract) else None
             error = error.__cause__ or refused or error
         if isinstance(error, BrokenContract):

@@ -23,7 +23,7 @@ from realhf.api.environment import EnvironmentSpec
 from realhf.env.check.calls import Caller, CallFailed, LoopWatchdog, UserCode, described, folders_of
 from realhf.env.check.checks import CHECKS, Run, fingerprints, play_again
 from realhf.env.check.demonstrations import Scripts, choose_scripts
-from realhf.env.check.episodes import Arena
+from realhf.env.check.episodes import CheckHarness
 from realhf.env.check.mutation import MUTANTS, Mutation, missing, scripts_of
 from realhf.env.check.report import (
     ABOUT,
@@ -134,7 +134,7 @@ class Checker:
         if not tasks:
             self._skip(CHECKS, "there is no task to play")
             return
-        run = Run(self._arena(spec, self.add), self._order, tasks, judge.twins, self._scripts(spec))
+        run = Run(self._create_harness(spec, self.add), self._order, tasks, judge.twins, self._scripts(spec))
         # Whatever loop the environment's modules ask for, the watchdog knows this one.
         with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
             runner.run(self._play_again(run) if self._order.again else self._play(run))
@@ -151,8 +151,8 @@ class Checker:
             self._tell(VERDICT, MUTANTS, FAULT, "")
             return
         # What the check without mutants notes, it notes there.
-        arena = self._arena(spec, lambda finding: self.add(finding) if finding.is_fault else None)
-        mutation = Mutation(arena, order.mutants, order.seed, self.add)
+        harness = self._create_harness(spec, lambda finding: self.add(finding) if finding.is_fault else None)
+        mutation = Mutation(harness, order.mutants, order.seed, self.add)
         begin = lambda what: self._begin(what, order.slow_s)
         try:
             with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
@@ -169,10 +169,10 @@ class Checker:
         self._skip(names, f"it is played on the service {spec.launch.module}; start it and give its --address")
         return True
 
-    def _arena(self, spec: EnvironmentSpec, add: Callable[[Finding], None]) -> Arena:
+    def _create_harness(self, spec: EnvironmentSpec, add: Callable[[Finding], None]) -> CheckHarness:
         limit_s = self._order.timeout_s
         caller = Caller(self.code, limit_s, lambda call, task: self._tell(NOW, self._check, call, task, limit_s))
-        return Arena(spec, caller, add, self._order.address)
+        return CheckHarness(spec, caller, add, self._order.address)
 
     def _scripts(self, spec: EnvironmentSpec) -> Scripts:
         """Choose the demonstrations that are played; none where there is no solver, or one that raises."""
@@ -196,7 +196,7 @@ class Checker:
         return None
 
     async def _play_again(self, run: Run) -> None:
-        run.arena.begin(_CHECK_S)
+        run.harness.begin(_CHECK_S)
         with suppress(CallFailed):  # it is a finding
             self._tell(ABOUT, {FINGERPRINTS: fingerprints(await play_again(run))})
 
@@ -209,19 +209,19 @@ class Checker:
             if why or blocked:
                 self._skip((name,), why or _WOULD_WAIT)
                 continue
-            run.arena.begin(_CHECK_S)
+            run.harness.begin(_CHECK_S)
             with self._checking(name, self._order.timeout_s) as remarks:
                 try:
                     remarks.append(await check(run))
-                    remarks.append(f"cut short after {_CHECK_S:g} s" if run.arena.was_cut else "")
+                    remarks.append(f"cut short after {_CHECK_S:g} s" if run.harness.was_cut else "")
                 except CallFailed as error:
                     why = f"an answer did not come in {name!r}" if error.hung else f"{name!r} could not be played"
                 self._judge_blocks(watchdog)
             if not run.playable:
                 why = why or "no task could be opened"
         watchdog.stop()
-        self._tell(ABOUT, {FINGERPRINTS: fingerprints(run.transcripts) if run.arena.spec.deterministic else {}})
-        self._tell(ABOUT, {"tools": [*run.arena.tools.values()]})
+        self._tell(ABOUT, {FINGERPRINTS: fingerprints(run.transcripts) if run.harness.spec.deterministic else {}})
+        self._tell(ABOUT, {"tools": [*run.harness.tools.values()]})
 
     def _judge_blocks(self, watchdog: LoopWatchdog) -> None:
         blocks: dict[str, list[float]] = {}

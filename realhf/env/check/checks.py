@@ -15,7 +15,7 @@ from realhf.api.environment import Demonstration, Task, Turn
 from realhf.env.check.calls import CallFailed
 from realhf.env.check.contract import ends, plain, solved
 from realhf.env.check.demonstrations import Scripts
-from realhf.env.check.episodes import Arena, Case, first_difference
+from realhf.env.check.episodes import Case, CheckHarness, first_difference
 from realhf.env.check.leaks import check_crowd
 from realhf.env.check.report import Finding, Order, counted, quoted
 from realhf.env.check.scripts import Said, policy_turn, talking, trying, wrong_messages
@@ -33,7 +33,7 @@ class Run:
     ``demonstrations``; the tasks that opened, the transcripts of those played alone, and the processor time of a
     turn."""
 
-    arena: Arena
+    harness: CheckHarness
     order: Order
     tasks: Sequence[Task] = ()
     twins: Sequence[tuple[Task, Task]] = ()
@@ -58,49 +58,50 @@ class Run:
 
 async def check_openings(run: Run) -> str:
     """Reset every task, and close an instance that never played."""
-    arena = run.arena
-    await arena.close(arena.make())
+    harness = run.harness
+    await harness.close(harness.make())
     for task in run.tasks:
-        if arena.is_over(bool(run.playable)):
+        if harness.is_over(bool(run.playable)):
             break
-        async with arena.instance(task.id) as environment:
-            await arena.reset(environment, task)
+        async with harness.instance(task.id) as environment:
+            await harness.reset(environment, task)
             run.playable.append(task)
     for twins in run.twins if run.playable else ():
-        if await _opens_otherwise(arena, *twins):
+        if await _opens_otherwise(harness, *twins):
             break
-    return f"{counted(len(run.playable), 'task')}, {counted(len(arena.tools), 'tool') if arena.tools else 'plain text'}"
+    actions = counted(len(harness.tools), "tool") if harness.tools else "plain text"
+    return f"{counted(len(run.playable), 'task')}, {actions}"
 
 
-async def _opens_otherwise(arena: Arena, one: Task, other: Task) -> bool:
+async def _opens_otherwise(harness: CheckHarness, one: Task, other: Task) -> bool:
     """Open tasks that have one id and two seeds: the seed may not make another episode of them."""
     openings = []
     for task in (one, other):
-        async with arena.instance(task.id) as environment:
-            openings.append(plain(await arena.reset(environment, task)))
+        async with harness.instance(task.id) as environment:
+            openings.append(plain(await harness.reset(environment, task)))
     if len(openings) < 2 or openings[0] == openings[1]:
         return False
     what = f"one id names two episodes: seeds {one.seed} and {other.seed} open otherwise"
-    place = arena.place(None, "reset")
-    arena.add(Finding("tasks", what, "Make the seed part of the id", place, one.id, kind="one id"))
+    place = harness.place(None, "reset")
+    harness.add(Finding("tasks", what, "Make the seed part of the id", place, one.id, kind="one id"))
     return True
 
 
 async def check_determinism(run: Run) -> str:
     """Play every case alone, again on another instance, and again on one that has played before and left off."""
-    arena, cases = run.arena, run.cases()
-    turns, busy_s = arena.turns, time.process_time()
+    harness, cases = run.harness, run.cases()
+    turns, busy_s = harness.turns, time.process_time()
     for case, other in zip(cases, [*cases[1:], *cases[:1]], strict=True):
-        if arena.is_over(bool(run.transcripts)):
+        if harness.is_over(bool(run.transcripts)):
             break
         try:
-            found = run.transcripts[case.key] = (await arena.play(case)).transcript
-            if not arena.spec.deterministic:
+            found = run.transcripts[case.key] = (await harness.play(case)).transcript
+            if not harness.spec.deterministic:
                 continue
-            again = (await arena.play(case)).transcript
-            used = (await arena.play(case, left=other, turns=1)).transcript
+            again = (await harness.play(case)).transcript
+            used = (await harness.play(case, left=other, turns=1)).transcript
         except CallFailed as error:
-            arena.forgive(error)
+            harness.forgive(error)
             continue
         if differs := first_difference(found, again):
             what = f"the same task, seed and messages give other turns: {differs}"
@@ -111,49 +112,49 @@ async def check_determinism(run: Run) -> str:
         else:
             continue
         run.comparable = False
-        kind, place = what.partition(":")[0], arena.place(None, "reset")
-        arena.add(Finding("determinism", what, mend, place, case.task.id, kind=kind))
-    run.busy_s = (time.process_time() - busy_s) / max(1, arena.turns - turns)
-    if not arena.spec.deterministic:
+        kind, place = what.partition(":")[0], harness.place(None, "reset")
+        harness.add(Finding("determinism", what, mend, place, case.task.id, kind=kind))
+    run.busy_s = (time.process_time() - busy_s) / max(1, harness.turns - turns)
+    if not harness.spec.deterministic:
         return "declared not to be deterministic"
     return f"{counted(len(run.transcripts), 'episode')}, played three times"
 
 
 async def check_instances(run: Run) -> str:
-    """Play many instances at once, but no more than get their answers in time: turns that compute come one after
-    another, and a door makes a limited number of blocking calls at once."""
-    arena, most = run.arena, run.order.instances
+    """Play many instances concurrently, but no more than can answer in time: turns that compute run one after another,
+    and the loader of an env format makes a limited number of blocking calls at the same time."""
+    harness, most = run.harness, run.order.instances
     half_s = run.order.timeout_s / 2
-    waiting = MOST_THREADS * half_s / max(arena.slowest_s, 1e-6)
+    waiting = MOST_THREADS * half_s / max(harness.slowest_s, 1e-6)
     bearable = max(2, int(min(half_s / max(run.busy_s, 1e-6), waiting)))
-    count = min(most, arena.spec.concurrency or most, bearable)
-    alone = run.transcripts if arena.spec.deterministic and run.comparable else {}
-    turns = await check_crowd(arena, run.cases(), alone, count)
+    count = min(most, harness.spec.concurrency or most, bearable)
+    alone = run.transcripts if harness.spec.deterministic and run.comparable else {}
+    turns = await check_crowd(harness, run.cases(), alone, count)
     return f"{count} at once, {turns:,.0f} turns per second"
 
 
 async def check_wrong_messages(run: Run) -> str:
     """Send everything that a policy can get wrong. An episode goes on until it is over or failed. Where a script solves
     a task by saying nothing, that is right there."""
-    arena, before = run.arena, run.arena.turns
+    harness, before = run.harness, run.harness.turns
     quiet = [script.task for script in run.scripts if script.succeeds and not "".join(script.turns).strip()]
     for task in run.playable[:_WRONG_TASKS]:
         meant = any(task.id == other.id or task.payload == other.payload for other in quiet)
-        waiting = wrong_messages([*arena.tools.values()])
-        while waiting and not arena.is_over():
-            async with arena.instance(task.id) as environment:
+        waiting = wrong_messages([*harness.tools.values()])
+        while waiting and not harness.is_over():
+            async with harness.instance(task.id) as environment:
                 is_open = False
-                while waiting and not arena.is_late():
+                while waiting and not harness.is_late():
                     said = waiting.pop(0)
                     if not is_open:
-                        await arena.reset(environment, task)
-                    turn = await arena.step(environment, task, said.message, said.name)
-                    _judge_payment(arena, arena.place(environment, "step"), task, said, turn, meant=meant)
+                        await harness.reset(environment, task)
+                    turn = await harness.step(environment, task, said.message, said.name)
+                    _judge_payment(harness, harness.place(environment, "step"), task, said, turn, meant=meant)
                     is_open = not ends(turn)
-    return counted(arena.turns - before, "message")
+    return counted(harness.turns - before, "message")
 
 
-def _judge_payment(arena: Arena, place: str, task: Task, said: Said, turn: Turn, *, meant: bool) -> None:
+def _judge_payment(harness: CheckHarness, place: str, task: Task, said: Said, turn: Turn, *, meant: bool) -> None:
     """Nothing that says nothing may be paid, unless that is ``meant``."""
     name, message = said
     if message.tool_calls or (message.content.strip() and message.content.isprintable()):
@@ -161,33 +162,33 @@ def _judge_payment(arena: Arena, place: str, task: Task, said: Said, turn: Turn,
     if solved(turn):
         mend = "Look at what the grader takes for a solution; where nothing is to be done, let a demonstration say so"
         what = f"the task is solved by {name}"
-        arena.add(Finding("rewards", what, mend, place, task.id, is_fault=not meant, kind="solved"))
+        harness.add(Finding("rewards", what, mend, place, task.id, is_fault=not meant, kind="solved"))
     elif turn.reward is not None and turn.reward > 0:
         mend = "A policy finds such rewards first; pay for what the task asks"
         what = f"{turn.reward:g} is earned by {name}"
-        arena.add(Finding("rewards", what, mend, place, task.id, is_fault=False, kind="earned"))
+        harness.add(Finding("rewards", what, mend, place, task.id, is_fault=False, kind="earned"))
 
 
 async def check_end(run: Run) -> str:
     """Let a policy talk, and another one try its tools: one of the two episodes must end. Where there are scripts that
     end, it is enough to say that nothing else does."""
-    arena, task, most = run.arena, run.playable[0], run.order.most_turns
-    tools = [*arena.tools.values()]
+    harness, task, most = run.harness, run.playable[0], run.order.most_turns
+    tools = [*harness.tools.values()]
     ways = [talking(most), *([trying(tools, 0, most)] if tools else ())]
-    async with arena.instance(task.id) as environment:
+    async with harness.instance(task.id) as environment:
         for script in ways:
-            await arena.reset(environment, task)
+            await harness.reset(environment, task)
             for turns, text in enumerate(script, 1):
-                if ends(await arena.step(environment, task, policy_turn(text, tools))):
+                if ends(await harness.step(environment, task, policy_turn(text, tools))):
                     return f"after {counted(turns, 'turn')}"
-                if arena.is_late():
+                if harness.is_late():
                     return ""
         what = f"no episode ended within {most} turns"
         mend = "End an episode after a number of turns (done=True), whatever the policy says"
         if run.scripts:
             what, mend = f"{what}, unless it was solved", f"{mend}, or rely on rollout.max_turns"
-        place = arena.place(environment, "step")
-        arena.add(Finding("end", what, mend, place, task.id, is_fault=not run.scripts))
+        place = harness.place(environment, "step")
+        harness.add(Finding("end", what, mend, place, task.id, is_fault=not run.scripts))
     return ""
 
 
@@ -195,10 +196,10 @@ async def check_demonstrations(run: Run) -> str:
     """Play scripts: each must end with its last turn, in success or without as it is labelled."""
     played = Counter[str]()
     for script in run.scripts:
-        if run.arena.is_over():
+        if run.harness.is_over():
             break
         played[script.kind] += 1
-        episode = await run.arena.follow(Case(script.task, script.turns))
+        episode = await run.harness.follow(Case(script.task, script.turns))
         if episode is None:
             continue
         if episode.ended and len(episode.said) < len(script.turns):
@@ -214,8 +215,8 @@ async def check_demonstrations(run: Run) -> str:
         answer = quoted(episode.answer, _SHOWN)
         what = f"a demonstration of the kind {script.kind!r} {fate}: the last answer is {answer!r}"
         mend = "Play what the solver writes with `play`, and mend the solver or the grading"
-        place = run.arena.code.of_code(getattr(run.arena.spec.demonstrate, "__code__", None))
-        run.arena.add(Finding("demonstrations", what, mend, place, script.task.id, kind=fate))
+        place = run.harness.code.of_code(getattr(run.harness.spec.demonstrate, "__code__", None))
+        run.harness.add(Finding("demonstrations", what, mend, place, script.task.id, kind=fate))
     if not run.scripts:
         return "no scripted solver"
     kinds = ", ".join(f"{number:,} {kind}" for kind, number in sorted(played.items()))
@@ -239,7 +240,7 @@ async def play_again(run: Run) -> dict[str, list[Any]]:
     """Play what the determinism check of another process has played, as far as it is there. Returns the
     transcripts."""
     await check_openings(run)
-    return {case.key: (await run.arena.play(case)).transcript for case in run.cases() if case.key in run.order.again}
+    return {case.key: (await run.harness.play(case)).transcript for case in run.cases() if case.key in run.order.again}
 
 
 def fingerprints(transcripts: Mapping[str, Sequence[Any]]) -> dict[str, list[tuple[str, str]]]:

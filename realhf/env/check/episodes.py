@@ -93,9 +93,9 @@ class _NotMade:
         self.error = error
 
 
-class Arena:
-    """Makes instances of ``spec`` and plays on them; ``add`` takes what is wrong with an episode. A failure of an
-    episode is reported before it is raised as CallFailed."""
+class CheckHarness:
+    """Creates instances of ``spec`` and plays episodes on them. ``add`` is called with each finding about an episode. A
+    failure of an episode is reported to ``add`` before it is raised as CallFailed."""
 
     def __init__(
         self, spec: EnvironmentSpec, caller: Caller, add: Callable[[Finding], None], address: str = ""
@@ -269,7 +269,7 @@ class Arena:
             raise error
 
     def place(self, environment: Environment | None, method: str) -> str:
-        """Return where the environment's own code defines ``method``, or what a door calls in its place; without an
+        """Return where the environment's own code defines ``method``, or what its env format calls instead; without an
         instance, if that has been found out."""
         if environment is not None and not self._places.get(method):
             self._places[method] = defined_at(environment, method, self.code)
@@ -281,8 +281,8 @@ def _contents(found: Opening | Turn) -> list[str]:
 
 
 def defined_at(environment: Any, method: str, code: UserCode) -> str:
-    """Look for the definition of a method in the class of an instance, and in what a door's instance holds: an object
-    of the author's class, the class, a function. Returns "" when there is none."""
+    """Return where a method is defined, in the class of an instance or in what the adapter of an env format holds: an
+    object of the author's class, the class, or a function. Return "" if it is defined nowhere."""
     waiting, seen = [environment], 0
     while waiting and seen < _MOST_SEEN:
         each, seen = waiting.pop(0), seen + 1

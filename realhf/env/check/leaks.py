@@ -17,13 +17,13 @@ import psutil
 
 from realhf.base.installation import PACKAGE
 from realhf.env.check.calls import CallFailed, UserCode
-from realhf.env.check.episodes import Arena, Case, first_difference
+from realhf.env.check.episodes import Case, CheckHarness, first_difference
 from realhf.env.check.report import Finding
 
 THREADS = "threads"
 _OWN_THREADS = "check-"
-_DOORS = str(PACKAGE / "env" / "loader")
-"""A door keeps a bounded number of threads for an environment's blocking code."""
+_LOADERS = str(PACKAGE / "env" / "loader")
+"""The loader of an env format keeps a bounded number of threads for an environment's blocking code."""
 _REMEMBERED = 20_000
 Held = Mapping[str, Mapping[Any, str]]
 """What is held: kind to (name of the thing to the place that it comes from, "" if unknown)."""
@@ -91,7 +91,7 @@ class ResourceBook:
             if thread is threading.main_thread() or thread.name.startswith(_OWN_THREADS):
                 continue
             code = getattr(getattr(thread, "_target", None) or type(thread).run, "__code__", None)
-            if code is not None and code.co_filename.startswith(_DOORS):
+            if code is not None and code.co_filename.startswith(_LOADERS):
                 continue
             place = self._code.of_code(code)
             yield thread.ident or id(thread), place or self._code.of_frame(frames.get(thread.ident or 0))
@@ -134,36 +134,40 @@ _SETTLED_S = 0.5
 """How long a closed instance may take to let go of what it held, in seconds."""
 
 
-async def check_crowd(arena: Arena, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int) -> float:
+async def check_crowd(
+    harness: CheckHarness, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int
+) -> float:
     """Play ``count`` instances at once, several times, turn by turn. ``alone``: transcripts of the cases played one by
     one; without the one of a case nothing is compared. Returns how many turns were played in a second. Raises
     CallFailed when an answer did not come."""
-    book = ResourceBook(arena.code)
-    played, seconds = arena.turns, 0.0
+    book = ResourceBook(harness.code)
+    played, seconds = harness.turns, 0.0
     episodes = 0
     held: list[Held] = []
     for number in range(_ROUNDS):
         began = time.monotonic()
-        waves = max(1, math.ceil(_LEAST_EPISODES / count)) if not arena.was_cut else 1
+        waves = max(1, math.ceil(_LEAST_EPISODES / count)) if not harness.was_cut else 1
         for _ in range(waves):
-            await _play_at_once(arena, cases, alone, count)
+            await _play_at_once(harness, cases, alone, count)
         seconds += time.monotonic() - began
         held.append(await _settled(book, held[-1] if held else None))
         episodes = waves * count
         if number == 0 and seconds > _ROUND_S:
             # Those that go on must be as many in all further rounds, or nothing could be compared.
-            arena.was_cut, count = True, max(2, int(count * _ROUND_S / seconds))
+            harness.was_cut, count = True, max(2, int(count * _ROUND_S / seconds))
     for kind, more, place in grown(held[-2], held[-1]):
         if more >= max(2, episodes // (_THREAD_SHARE if kind == THREADS else _SHARE)):
             what = f"{episodes} closed instances left {more} {kind} behind"
-            arena.add(Finding("leaks", what, "Release in close whatever reset and step took", place))
-    return (arena.turns - played) / max(seconds, 1e-9)
+            harness.add(Finding("leaks", what, "Release in close whatever reset and step took", place))
+    return (harness.turns - played) / max(seconds, 1e-9)
 
 
-async def _play_at_once(arena: Arena, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int) -> None:
+async def _play_at_once(
+    harness: CheckHarness, cases: Sequence[Case], alone: Mapping[str, Sequence[Any]], count: int
+) -> None:
     # Each is played on an instance that has left another episode; the others go on between its turns.
     played = [cases[index % len(cases)] for index in range(count)]
-    crowd = [asyncio.create_task(arena.play(case, left=case)) for case in played]
+    crowd = [asyncio.create_task(harness.play(case, left=case)) for case in played]
     transcripts = await asyncio.gather(*crowd, return_exceptions=True)
     for case, found in zip(played, transcripts, strict=True):
         if isinstance(found, CallFailed):
@@ -176,8 +180,8 @@ async def _play_at_once(arena: Arena, cases: Sequence[Case], alone: Mapping[str,
             mend = (
                 "Keep what an episode changes in the instance (self), not in the class, the module or a shared object"
             )
-            place = arena.place(None, "reset")
-            arena.add(Finding("instances", what, mend, place, case.task.id, kind="otherwise"))
+            place = harness.place(None, "reset")
+            harness.add(Finding("instances", what, mend, place, case.task.id, kind="otherwise"))
 
 
 async def _settled(book: ResourceBook, before: Held | None) -> Held:

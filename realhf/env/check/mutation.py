@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from realhf.api.environment import SOLUTION, TRAIN, Demonstration, DemonstrationRequest, EnvironmentSpec
 from realhf.api.passport import Counts
-from realhf.env.check.episodes import Arena, Case, Episode
+from realhf.env.check.episodes import Case, CheckHarness, Episode
 from realhf.env.check.mutators import (
     EXACT_NAME,
     FIRST,
@@ -325,8 +325,8 @@ def scripts_of(spec: EnvironmentSpec, seed: int) -> dict[str, list[Demonstration
 class Mutation:
     """Plays at most ``most`` mutants in all. ``add`` takes what is found."""
 
-    def __init__(self, arena: Arena, most: int, seed: int, add: Callable[[Finding], None]) -> None:
-        self._arena, self._most, self._add = arena, most, add
+    def __init__(self, harness: CheckHarness, most: int, seed: int, add: Callable[[Finding], None]) -> None:
+        self._create_harness, self._most, self._add = harness, most, add
         self.outcome = Outcome(seed)
         self._shows: dict[tuple[str, str], bool] = {}
         """By (tool, argument) of the template that is played, whether another value was ever told from the first."""
@@ -358,7 +358,7 @@ class Mutation:
 
     async def _script(self, template: str, script: Demonstration, most: int, rng: random.Random, tally: Tally) -> int:
         """Play a demonstration and its mutants. Returns how many faults were found in playing the former."""
-        whole = await self._arena.follow(Case(script.task, script.turns))
+        whole = await self._create_harness.follow(Case(script.task, script.turns))
         if whole is None or not (whole.solved or whole.paid > 0):
             fate = "cannot be played" if whole is None else f"is not solved and earns {whole.paid:g}"
             what = f"a demonstration {fate}, so its mutants say nothing"
@@ -375,7 +375,7 @@ class Mutation:
             if change.value in sent:
                 continue
             sent.add(change.value)
-            mutant = await self._arena.follow(Case(script.task, change.value))
+            mutant = await self._create_harness.follow(Case(script.task, change.value))
             if mutant is None or (*mutant.said,) in seen:  # it was over before what was changed
                 continue
             seen.add((*mutant.said,))
@@ -425,7 +425,7 @@ class Mutation:
 
     async def _left(self, script: Demonstration, actions: Sequence[Action]) -> tuple[Any, float, bool] | None:
         """Play actions. Returns the view, the reward and whether the task is solved, None where it cannot be played."""
-        episode = await self._arena.follow(Case(script.task, tuple(action.text() for action in actions)))
+        episode = await self._create_harness.follow(Case(script.task, tuple(action.text() for action in actions)))
         return None if episode is None else (episode.view, episode.paid, episode.solved)
 
     def _tell_members(self, template: str, tally: Tally) -> None:

@@ -1,5 +1,5 @@
-"""The door for a class that speaks messages: ``async reset(task, *, seed)``, ``async step(message)``, perhaps
-``async close()``. It may return plain maps with the fields of ``Opening`` and ``Turn``."""
+"""Env format of a class that exchanges messages: ``async reset(task, *, seed)``, ``async step(message)``, and
+optionally ``async close()``. The methods may return plain mappings with the fields of ``Opening`` and ``Turn``."""
 
 from __future__ import annotations
 

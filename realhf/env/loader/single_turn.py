@@ -1,5 +1,5 @@
-"""The door for a data set with a verifier: each row is a question of a single turn, and ``reward(completion, **row)``
-says what the answer is worth."""
+"""Env format of a data set with a verifier: each row is a task of a single turn, and ``reward(completion, **row)``
+returns the reward of the answer."""
 
 from __future__ import annotations
 

@@ -108,7 +108,8 @@ class ToolPlay:
             await self._run(partial(self._call, "close", {}))
 
     def _own(self, name: str) -> Any:
-        """An attribute of the instance that is for the door; None where there is none, or where it is a tool."""
+        """Return an attribute of the instance that the loader uses itself; None if there is none, or if it is a
+        tool."""
         return None if name in self._class.tools else getattr(self._instance, name, None)
 
     async def _opening(self, task: Mapping[str, Any], seed: int) -> Opening:

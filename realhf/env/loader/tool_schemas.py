@@ -200,7 +200,7 @@ def _choices(values: list[Any], what: str) -> dict[str, Any]:
 USER_REPLY = "user_reply"
 """The method that answers a turn without a call as the user would."""
 NOT_TOOLS = frozenset({"reset", "get_reward", "tasks", "demonstrate", USER_REPLY})
-"""Public methods that are no tools: what the door itself calls."""
+"""Public methods that are not tools: the loader calls them itself."""
 NOT_TOOLS_ALONE = frozenset({"close", "metrics"})
 """The same for methods without arguments; one that takes an argument, such as ``close(door)``, is a tool."""
 LONGEST_NAME = 60

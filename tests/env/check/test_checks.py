@@ -25,7 +25,7 @@ from realhf.env.check.checks import (
 )
 from realhf.env.check.contract import opening_problems, tool_problems, turn_problems
 from realhf.env.check.demonstrations import Scripts
-from realhf.env.check.episodes import Arena, first_difference
+from realhf.env.check.episodes import CheckHarness, first_difference
 from realhf.env.check.report import Finding, Order
 from realhf.env.check.scripts import call_text, policy_turn, sample, trying, wrong_messages
 from realhf.env.check.task_sets import TaskSetJudge, spread
@@ -335,7 +335,7 @@ def found(
     findings: list[Finding] = []
     about = EnvironmentSpec("game", lambda _: Game(quirk), lambda _: None, **spec)  # type: ignore[arg-type,return-value]
     caller = Caller(UserCode(), 5.0, lambda name, task: None)
-    asyncio.run(check(Run(Arena(about, caller, findings.append), Order("game", most_turns=20), **held)))
+    asyncio.run(check(Run(CheckHarness(about, caller, findings.append), Order("game", most_turns=20), **held)))
     return findings
 
 
@@ -399,9 +399,9 @@ def test_an_instance_that_cannot_be_made_costs_one_episode() -> None:
 
     findings: list[Finding] = []
     spec = EnvironmentSpec("game", make, lambda _: None)  # type: ignore[arg-type,return-value]
-    arena = Arena(spec, Caller(UserCode(), 5.0, lambda name, task: None), findings.append)
+    harness = CheckHarness(spec, Caller(UserCode(), 5.0, lambda name, task: None), findings.append)
     tasks = [replace(TASK, id=str(number)) for number in range(3)]
-    run = Run(arena, Order("game", most_turns=20), tasks)
+    run = Run(harness, Order("game", most_turns=20), tasks)
     asyncio.run(check_openings(run))
     assert [task.id for task in run.playable] == ["0", "2"]
     [finding] = findings
@@ -418,7 +418,7 @@ def test_what_is_declared_not_to_be_deterministic_is_played_once() -> None:
 
     async def check(run: Run) -> str:
         await check_determinism(run)
-        turns.append(run.arena.turns)
+        turns.append(run.harness.turns)
         return ""
 
     assert found("", check, {"playable": [TASK]}, deterministic=False) == []
