@@ -338,7 +338,7 @@ def test_what_is_not_carried_is_refused_with_the_clients_own_errors(service, ser
     prompt = types.ModelInput.from_ints(TEXT[0])
     with pytest.raises(tinker.RequestFailedError, match="there is room for 237"):
         sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4000)).result()
-    with pytest.raises(tinker.RequestFailedError, match=r"gen\.temperature"):
+    with pytest.raises(tinker.RequestFailedError, match=r"sampling_params\.temperature"):
         sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4, temperature=-1.0)).result()
     with pytest.raises(tinker.BadRequestError, match="a name has at most 200 letters"):
         trainer.save_state("../../etc").result()
