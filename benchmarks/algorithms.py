@@ -74,7 +74,8 @@ def read_curve(folder: Path) -> Curve:
 def play(environment: str, preset: str, seed: int, asked: argparse.Namespace) -> Curve:
     """Train, or read what was trained before. Raises Failed."""
     runs: Path = asked.runs.resolve()
-    folder, log = runs / environment / f"{preset}-seed{seed}", runs / f"{environment}-{preset}-seed{seed}.log"
+    folder = runs / environment / f"{preset}-seed{seed}"
+    log = runs / f"{environment}-{preset}-seed{seed}.log"
     if not (folder / "summary.json").is_file():
         runs.mkdir(parents=True, exist_ok=True)
         teacher = [f"teacher.path={runs / environment / f'{TEACHER}-seed{asked.seeds[0]}' / 'policy'}"]

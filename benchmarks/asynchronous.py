@@ -33,7 +33,9 @@ import psutil
 
 SKIPPED = 2
 """Steps at the beginning that are not counted."""
-START_S, STEP_S, STOP_S = 600.0, 600.0, 30.0
+START_S = 600.0
+STEP_S = 600.0
+STOP_S = 30.0
 TARGETS = {True: 1.8, False: 1.0}
 """Ratio to reach with simulated latency, and without."""
 SAME = (
@@ -133,7 +135,8 @@ def _rows(folder: Path) -> list[dict[str, float]]:
 
 
 def _measured(first: Moment, last: Moment, rows: Sequence[Mapping[str, float]], steps: int, batch: int) -> Measured:
-    wall, samples = last.at - first.at, steps * batch
+    wall = last.at - first.at
+    samples = steps * batch
     spent = {name: last.cpu[name] - first.cpu.get(name, 0.0) for name in last.cpu}
     others = (last.total - first.total - sum(spent.values())) / wall
     row = {name: statistics.mean(row[name] for row in rows if name in row) for name in rows[0]}

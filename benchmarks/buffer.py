@@ -40,7 +40,8 @@ def graph(batch: int) -> DataFlowGraph:
     kinds = InterfaceType
 
     def mfc(name: str, kind: InterfaceType, inputs: str, outputs: str = "") -> MFCDef:
-        given, made = tuple(inputs.split()), tuple(outputs.split())
+        given = tuple(inputs.split())
+        made = tuple(outputs.split())
         return MFCDef(name, name, kind, "none", n_seqs=batch, input_keys=given, output_keys=made)
 
     generated = "packed_input_ids loss_mask packed_logprobs packed_versions env_rewards"
@@ -65,7 +66,8 @@ class Cycle:
     def __init__(self, resident: int, batch: int, cycles: int, read_meta: bool) -> None:
         self.graph = graph(batch)
         self.buffer = AsyncIOSequenceBuffer(self.graph, max_size=resident + batch)
-        self.batch, self.read_meta = batch, read_meta
+        self.batch = batch
+        self.read_meta = read_meta
         self.longest = 0.0
         self._next_put = 0
         self._ids = [tuple(f"task-{n}@{i}" for i in range(batch)) for n in range(resident // batch + 1 + cycles)]

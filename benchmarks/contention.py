@@ -42,8 +42,13 @@ from realhf.monitor.summary import call_times
 HERE = Path(__file__).resolve().parent.parent
 WARM_UP = 3
 """Steps at the beginning that are not counted."""
-WORST, QUIET_SPEED, JUDGED_S = 2.5, 1.05, 0.01
-START_S, STEP_S, WARM_START_S, STOP_S = 600.0, 900.0, 3600.0, 30.0
+WORST = 2.5
+QUIET_SPEED = 1.05
+JUDGED_S = 0.01
+START_S = 600.0
+STEP_S = 900.0
+WARM_START_S = 3600.0
+STOP_S = 30.0
 OPTIONS = (
     "evaluation.episodes_per_task=0",
     "evaluation.greedy_episodes_per_task=0",
@@ -81,7 +86,9 @@ class Run:
             f"trial_name={trial}",
             *options,
         ]
-        self._checkout, self._folder, self._output = checkout, runs / "grpo_aws" / trial, runs / f"{trial}.txt"
+        self._checkout = checkout
+        self._folder = runs / "grpo_aws" / trial
+        self._output = runs / f"{trial}.txt"
 
     def __enter__(self) -> Run:
         environment = {**os.environ, "PYTHONPATH": str(self._checkout)}

@@ -48,7 +48,9 @@ from realhf.transport.rpc_master import RpcMaster
 WORKERS = ("model_worker", "rollout_worker", "generation")
 GROUP = 8
 START_S = 120.0
-GOAL_US, GOAL_PER_S, GOAL_FLAT = 200.0, 3000.0, 1.25
+GOAL_US = 200.0
+GOAL_PER_S = 3000.0
+GOAL_FLAT = 1.25
 ENDLESS = 1_000_000
 
 
@@ -82,7 +84,8 @@ class Run:
     """The master's side, in this process, of one run."""
 
     def __init__(self, plan: RunPlan, groups: int) -> None:
-        self._plan, self._groups = plan, groups
+        self._plan = plan
+        self._groups = groups
         self._processes: dict[str, psutil.Process] = {"master": psutil.Process()}
         self._step = 0
         self._in_flight: list[int] = []
@@ -186,10 +189,12 @@ class Run:
         return trained
 
     async def _window(self, seconds: float) -> dict[str, float]:
-        before, began = self._cpu(), time.perf_counter()
+        before = self._cpu()
+        began = time.perf_counter()
         self._in_flight.clear()
         episodes = GROUP * await self._steps(seconds)
-        wall, after = time.perf_counter() - began, self._cpu()
+        wall = time.perf_counter() - began
+        after = self._cpu()
         row = {kind: 1e6 * (after[kind] - before[kind]) / episodes for kind in self._processes}
         return {
             **row,

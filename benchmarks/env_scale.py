@@ -54,7 +54,8 @@ async def _ask(connection: ClientConnection, kind: str, data: dict[str, Any]) ->
 
 async def _session(connection: ClientConnection, number: int, rounds: int) -> tuple[list[float], list[float], float]:
     """Reset times, step times, and when it was done."""
-    resets, steps = [], []
+    resets = []
+    steps = []
     for turn in range(rounds):
         resets.append(await _ask(connection, "reset", {"task_id": 1, "seed": number * 1000 + turn}))
         for command in _SCRIPT:

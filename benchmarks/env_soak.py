@@ -83,7 +83,8 @@ class Soak:
 
     def run(self, sample_every: int) -> list[Sample]:
         """The samples; ends when all episodes are played."""
-        began, samples = time.monotonic(), []
+        began = time.monotonic()
+        samples = []
         threads = [threading.Thread(target=self._client, daemon=True) for _ in range(self._slots)]
         for thread in threads:
             thread.start()
@@ -191,7 +192,8 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
 
 def report(samples: Sequence[Sample], soak: Soak) -> dict[str, Any]:
     """Return everything that was observed, for JSON."""
-    tally, seconds = soak.tally, samples[-1].seconds
+    tally = soak.tally
+    seconds = samples[-1].seconds
     disturbed = tally.kills["worker"] + tally.kills["simulator"]
     figures = growth(samples)
     return {

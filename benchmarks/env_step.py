@@ -99,7 +99,8 @@ class ScriptedPolicy:
 def workload() -> tuple[list[Task], list[list[str]]]:
     """One multi-step task per session and its script: the solution spread over six turns between reads, so
     that the task is achieved by the last command."""
-    tasks, scripts = [], []
+    tasks = []
+    scripts = []
     templates = [t for t in load_templates(["intermediate"]) if 2 <= len(t.solution) <= 3]
     for session in range(SESSIONS):
         task = instantiate(templates[session % len(templates)].task_id, seed=session)
@@ -108,7 +109,8 @@ def workload() -> tuple[list[Task], list[list[str]]]:
         script = []
         while solution:
             script += reads[:1] + solution[:1] if len(solution) > 1 else [*reads, *solution]
-            reads, solution = reads[1:], solution[1:]
+            reads = reads[1:]
+            solution = solution[1:]
         tasks.append(task)
         scripts.append(script)
         assert len(script) == TURNS
@@ -202,7 +204,8 @@ def main() -> None:
     for name, label in LABELS.items():
         if row := figures.get(name):
             print(f"  {label:24} " + "  ".join(f"{key} {row[key]:8.1f}" for key in ("median", "p95", "min", "max")))
-    ours, theirs = figures["step_ms"], figures.get("process_per_command_ms")
+    ours = figures["step_ms"]
+    theirs = figures.get("process_per_command_ms")
     if theirs:
         ratio = {
             "median": theirs["median"] / ours["median"],

@@ -23,7 +23,9 @@ from typing import Any
 from asynchronous import SKIPPED, measure
 from harness.killed_run import make_policy
 
-BATCH, GROUP, SESSIONS = 4, 4, 16
+BATCH = 4
+GROUP = 4
+SESSIONS = 16
 MOST = 1.3
 """Slowdown that passes."""
 TINY = (
@@ -107,7 +109,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE", help="for every run")
     options = parser.parse_args()
-    clean, faulty = [], []
+    clean = []
+    faulty = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         runs = Path(folder)
         policy = make_policy(runs / "policy")

@@ -46,10 +46,12 @@ from realhf.backends.training.tokenizer_loading import load_tokenizer
 from realhf.backends.training.torch_backend import load_causal_lm
 
 BUILTIN = BuiltinModelConfig()
-TURNS, GROUP = 4, 8
+TURNS = 4
+GROUP = 8
 WORDS = [f"aws s3api create-bucket --bucket fox-{n} --key value-{n * 7}" for n in range(400)]
 DEADLINE_S = 600.0
-TARGET_RATIO, TARGET_PAUSE_MS = 2.0, 50.0
+TARGET_RATIO = 2.0
+TARGET_PAUSE_MS = 50.0
 Play = Callable[[Sequence["Episode"]], None]
 
 
@@ -74,7 +76,8 @@ def episodes(count: int, seed: int, vocabulary: int) -> list[Episode]:
     def ids(least: int, most: int) -> list[int]:
         return [rng.randrange(4, vocabulary) for _ in range(rng.randint(least, most))]
 
-    system, made = ids(60, 60), []
+    system = ids(60, 60)
+    made = []
     for _ in range(-(-count // GROUP)):
         prompt = system + ids(90, 240)
         for _ in range(GROUP):
@@ -116,7 +119,8 @@ def play_generate(model: Any, batch: Sequence[Episode]) -> None:
     """A turn of all episodes per call, left-padded; every row samples until the longest reply is done."""
     texts = [list(episode.prompt) for episode in batch]
     for turn in range(TURNS):
-        width, steps = max(map(len, texts)), max(episode.replies[turn] for episode in batch)
+        width = max(map(len, texts))
+        steps = max(episode.replies[turn] for episode in batch)
         ids = torch.tensor([[0] * (width - len(text)) + text for text in texts])
         mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
         out = model.generate(
@@ -148,7 +152,8 @@ def measure(
     for repeat in range(repeats + 1):
         batch = episodes(concurrent, repeat, vocabulary)
         for name, play in plays.items():
-            used, began = cpu_seconds(), time.perf_counter()
+            used = cpu_seconds()
+            began = time.perf_counter()
             play(batch)
             sampled = sum(episode.sampled for episode in batch)
             if repeat:
@@ -172,7 +177,8 @@ def weight_pauses(engine: ContinuousGenerator, model: Any, concurrent: int, upda
         engine.submit(GenRequest(i, prompt), GenConfig(max_new_tokens=1 << 20), (), over.put)
     pauses = []
     for _ in range(updates):
-        made, deadline = engine.stats()["generated_tokens"], time.monotonic() + DEADLINE_S
+        made = engine.stats()["generated_tokens"]
+        deadline = time.monotonic() + DEADLINE_S
         while engine.stats()["generated_tokens"] < made + 3 * concurrent and time.monotonic() < deadline:
             time.sleep(0.005)
         weights = {name: value.detach() * 1.001 for name, value in model.named_parameters()}
@@ -214,7 +220,8 @@ def compare(plays: dict[str, Play], concurrent: int, repeats: int, vocabulary: i
 
 def bandwidth(size: int, repeats: int) -> float:
     """Bytes a second that reading ``size`` bytes reaches, the best of the repeats."""
-    memory, best = torch.ones(size // 4), float("inf")
+    memory = torch.ones(size // 4)
+    best = float("inf")
     for _ in range(repeats + 1):
         began = time.perf_counter()
         memory.sum()
@@ -244,7 +251,8 @@ def beside_the_bound(model: Any, concurrent: int, repeats: int) -> dict[str, flo
     """Print and return a step's bytes of weights, the bandwidth, the time both allow and the time of a step."""
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     rate = bandwidth(size, 3 * repeats)
-    took, least = decode_seconds(model, concurrent, repeats), size / rate
+    took = decode_seconds(model, concurrent, repeats)
+    least = size / rate
     print(
         f"  a step of decoding takes {1e3 * took:.1f} ms; its {size / 1e6:.0f} MB of weights at {rate / 1e9:.1f} GB/s "
         f"take {1e3 * least:.1f} ms: {100 * least / took:.0f} % of the bound by memory"

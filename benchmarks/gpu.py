@@ -47,7 +47,9 @@ from realhf.transport.weights import WeightPublisher, receive
 
 ROOT = Path(__file__).resolve().parents[1]
 RECEIVE_S = 120.0
-DEFAULT_STEPS, DEFAULT_SKIPPED, DEFAULT_S = 8, 2, 600.0
+DEFAULT_STEPS = 8
+DEFAULT_SKIPPED = 2
+DEFAULT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ class Bench:
     """Measures one model on a device."""
 
     def __init__(self, load: Load, device: torch.device, peak: float | None) -> None:
-        self.load, self.device, self.peak = load, device, peak
+        self.load = load
+        self.device = device
+        self.peak = peak
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(load.config, dtype=load.dtype).eval()
@@ -112,7 +116,8 @@ class Bench:
 
     def rows(self) -> list[Row]:
         """Measure everything."""
-        load, shape = self.load, Shape.of(self.load.config)
+        load = self.load
+        shape = Shape.of(self.load.config)
         tokens = sum(load.lengths)
         generation = self.timed(self.generate)
         apart, groups = self.batch(1), self.batch(load.group)
@@ -149,7 +154,8 @@ class Bench:
 
     def generate(self) -> None:
         """Sample from fresh rows."""
-        load, generator = self.load, self.engine.generator()
+        load = self.load
+        generator = self.engine.generator()
         generator.free()
         stems = _draw(load.rows // load.group, load.prompt, load.config.vocab_size, seed=1).tolist()
         requests = [GenRequest(i, stems[i // load.group], seed=i) for i in range(load.rows)]
@@ -209,12 +215,14 @@ class Bench:
         """Bring the weights into a streaming engine on the same device, as between processes of one host."""
         with torch.device(self.device):
             copy = AutoModelForCausalLM.from_config(self.load.config, dtype=self.load.dtype).eval()
-        stream, seconds = ContinuousGenerator(copy, version=-1), []
+        stream = ContinuousGenerator(copy, version=-1)
+        seconds = []
         with tempfile.TemporaryDirectory() as folder:
             publisher = WeightPublisher("benchmark", "model_worker/0", Path(folder))
             try:
                 for version in range(1 + self.load.rounds):
-                    began, weights = time.perf_counter(), self.engine.weights()
+                    began = time.perf_counter()
+                    weights = self.engine.weights()
                     manifest = publisher.publish(version, weights)
                     tensors = receive(manifest, RECEIVE_S)
                     stream.load_weights(version, tensors)
@@ -236,7 +244,8 @@ def device_rows(device: torch.device) -> tuple[list[Row], float | None]:
     if device.type != "cuda":
         return [Row("device", None, "", f"{device.type}, torch {torch.__version__}: the numbers mean nothing")], None
     properties = torch.cuda.get_device_properties(device)
-    size, dtype = 8192, torch.bfloat16
+    size = 8192
+    dtype = torch.bfloat16
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in "ab")
     product = timed(lambda: one @ other, rounds=10, warm_up=3, finish=lambda: _finish(device))
     measured = product.rate(2.0 * size**3)
@@ -279,7 +288,8 @@ def default_rows(device: torch.device, limit_s: float = DEFAULT_S) -> list[Row]:
 def measure(device: torch.device, wanted: Sequence[str], minutes: float, say: Callable[[str], object]) -> list[Row]:
     """Measure the parts ``wanted`` in their order. What has not begun after ``minutes`` is a row that says so, and so
     is a part that fails: the others are measured all the same."""
-    began, rows = time.monotonic(), list[Row]()
+    began = time.monotonic()
+    rows = list[Row]()
     found, peak = device_rows(device)
     rows += found
     loads = LOADS if device.type == "cuda" else dict.fromkeys(LOADS, REHEARSAL)

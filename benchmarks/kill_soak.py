@@ -52,7 +52,8 @@ def play(runs: Path, policy: Path, number: int, options: argparse.Namespace) -> 
 def line(found: Entry) -> str:
     """What is printed about a run."""
     kills = " ".join(f"{kind}:{count}" for kind, count in sorted(found["kills"].items()))
-    tally, books = found["tally"], "no journal"
+    tally = found["tally"]
+    books = "no journal"
     if tally is not None:
         books = " ".join(f"{name} {tally[name]}" for name in ("admitted", "consumed", "lost", "twice"))
     good = "BAD" if found["problems"] else "ok"

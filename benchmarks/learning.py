@@ -50,7 +50,8 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def _learner(config: dict[str, Any]) -> str:
     """Say how a run learns where that is not one update of GRPO on all weights."""
-    ppo, rank = config.get("ppo", {}), ((config.get("actor") or {}).get("lora") or {}).get("rank", 0)
+    ppo = config.get("ppo", {})
+    rank = ((config.get("actor") or {}).get("lora") or {}).get("rank", 0)
     updates = ppo.get("ppo_n_minibatches", 1) * ppo.get("sample_reuse", 1)
     told = [ppo["algo"]] if ppo.get("algo", "grpo") != "grpo" else []
     told += [f"{updates} updates a step"] if updates > 1 else []
@@ -65,7 +66,8 @@ def table(runs: list[dict[str, Any]]) -> str:
     for run in runs:
         summary = run["summary"]
         for decoding, suffix in (("sampled", ""), ("greedy", "_greedy")):
-            before, after = summary[f"heldout_success_before{suffix}"], summary[f"heldout_success_after{suffix}"]
+            before = summary[f"heldout_success_before{suffix}"]
+            after = summary[f"heldout_success_after{suffix}"]
             if not after:
                 continue
             cells = [f"{100 * before[t]:.1f} -> {100 * after[t]:.1f}" for t in tiers]

@@ -62,7 +62,8 @@ class Failed(RuntimeError):
 
 def play(seed: int, runs: Path, options: Sequence[str], minutes: float) -> Found:
     """Train with a seed, or go on with what is there of it. Raises Failed."""
-    folder, log = runs / "grpo_aws" / f"seed{seed}", runs / f"seed{seed}.log"
+    folder = runs / "grpo_aws" / f"seed{seed}"
+    log = runs / f"seed{seed}.log"
     own = [f"fileroot={runs.resolve()}", "experiment_name=grpo_aws", f"trial_name=seed{seed}", f"seed={seed}"]
     asked = ["experiment=grpo_aws", *options, *own]
     if not (folder / "summary.json").is_file():
@@ -80,7 +81,8 @@ def code_state() -> str:
     ]
     if any(done.returncode for done in said):
         raise Failed("this is no git checkout, so the state of the code has no name: give --runs FOLDER")
-    commit, changes = said[0].stdout.decode().strip(), said[1].stdout
+    commit = said[0].stdout.decode().strip()
+    changes = said[1].stdout
     return f"{commit[:12]}-{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit[:12]
 
 
@@ -150,14 +152,16 @@ def machine() -> dict[str, Any]:
 def prediction_interval(values: Sequence[float], new: int) -> tuple[float, float]:
     """Return the interval in which the mean of ``new`` further values lies with a probability of 95 %:
     mean +- t(n - 1) s sqrt(1/n + 1/new), for n >= 2 independent values of one normal distribution."""
-    n, mean = len(values), statistics.mean(values)
+    n = len(values)
+    mean = statistics.mean(values)
     half = T_975.get(n - 1, Z_975) * statistics.stdev(values) * math.sqrt(1 / n + 1 / new)
     return mean - half, mean + half
 
 
 def compare(record: Mapping[str, Any], found: Sequence[Found], here: Mapping[str, Any]) -> tuple[list[str], bool]:
     """Return the lines of the table (Markdown), and whether any figure is worse than the record allows."""
-    rows, worse = ["| figure | record | 95 % of new means | now | |", "|---|---|---|---|---|"], False
+    rows = ["| figure | record | 95 % of new means | now | |", "|---|---|---|---|---|"]
+    worse = False
     for name, (label, unit) in FIGURES.items():
         past = [run[name] for run in record["runs"] if run[name] is not None]
         now = [run[name] for run in found if run[name] is not None]
@@ -166,7 +170,8 @@ def compare(record: Mapping[str, Any], found: Sequence[Found], here: Mapping[str
             rows.append(f"{head} | {_mean(now, unit)} | not compared: too few runs tell it |")
             continue
         low, high = prediction_interval(past, len(now))
-        verdict, bad = "as before", False
+        verdict = "as before"
+        bad = False
         if unit == "s" and dict(record["machine"]) != dict(here):
             verdict = "not compared: another machine"
         elif unit == "s":
@@ -191,7 +196,8 @@ def read_record(file: Path, options: Sequence[str]) -> dict[str, Any]:
     """Read the record that runs with these options are compared with. Raises Failed when there is none."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        told, runs = record["options"], record["runs"]
+        told = record["options"]
+        runs = record["runs"]
         if any(name not in run for run in runs for name in FIGURES) or "machine" not in record:
             raise KeyError("runs")
     except FileNotFoundError:

@@ -76,9 +76,12 @@ def peak_bytes() -> int:
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Take the step of one number of sequences in this process."""
     torch.set_num_threads(args.threads)
-    trained, spec = engine(args.width, args.tokens), MicroBatchSpec(1, args.budget)
+    trained = engine(args.width, args.tokens)
+    spec = MicroBatchSpec(1, args.budget)
     trained.train_batch(batch(1, args.tokens, args.scored), loss, mb_spec=spec)
-    warm, sample, start = peak_bytes(), batch(args.child, args.tokens, args.scored), time.monotonic()
+    warm = peak_bytes()
+    sample = batch(args.child, args.tokens, args.scored)
+    start = time.monotonic()
     trained.train_batch(sample, loss, mb_spec=spec)
     return {"warm": warm, "peak": peak_bytes(), "seconds": time.monotonic() - start}
 
@@ -97,7 +100,8 @@ def main() -> int:
     if args.child:
         print(json.dumps(measure(args)))
         return 0
-    first, held = 0.0, True
+    first = 0.0
+    held = True
     for sequences in args.sequences:
         command = [sys.executable, __file__, "--child", str(sequences)]
         for name in ("tokens", "budget", "width", "scored", "threads"):

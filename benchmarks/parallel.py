@@ -30,7 +30,8 @@ from realhf.backends.parallel.ddp import DdpEngine
 from realhf.backends.parallel.process_groups import GroupRanks, Meeting, World
 from realhf.backends.training.torch_engine import TorchEngine
 
-JOIN_S, STEP_S = 120.0, 600.0
+JOIN_S = 120.0
+STEP_S = 600.0
 STEPS = 3
 """Steps of a round; the median counts."""
 
@@ -70,7 +71,8 @@ def serve(pipe: Connection, rank: int, size: int, n_threads: int, address: str, 
     else:
         engine = TorchEngine(model, None, **settings)
     engine.use_threads(threads(n_threads))
-    interface, role = SFTInterface(), Model("actor", engine, None)
+    interface = SFTInterface()
+    role = Model("actor", engine, None)
     batch = batch_of(options.sequences, options.tokens, model.config.vocab_size)
     context = CallContext(0, 1, MicroBatchSpec(1, options.budget), Path())
     pipe.send("ready")
@@ -129,7 +131,8 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=4224, help="tokens of a micro-batch")
     parser.add_argument("--model", default="", help="folder of a model")
     options = parser.parse_args()
-    one, several = Crew(1, options.workers, options), Crew(options.workers, 1, options)
+    one = Crew(1, options.workers, options)
+    several = Crew(options.workers, 1, options)
     _ = one.step(), several.step()  # The first steps make the optimizer's state.
     rounds = [(one.step(), several.step()) for _ in range(options.rounds)]
     one.end()

@@ -49,7 +49,8 @@ from realhf.aws.environment import SYSTEM_PROMPT
 from realhf.aws.tasks.loader import instantiate, load_templates
 
 HERE = Path(__file__).parent
-OURS, TRL = "realhf", "trl"
+OURS = "realhf"
+TRL = "trl"
 OPTIMIZER = {"lr": 1e-5, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "gradient_clipping": 1.0}
 MOST_APART = 1e-3
 ANSWER_S = 3600.0

@@ -23,7 +23,9 @@ from pathlib import Path
 import psutil
 import torch
 
-SEQUENCES, RANK, RATE = 16, 16, 1e-4
+SEQUENCES = 16
+RANK = 16
+RATE = 1e-4
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -75,7 +77,8 @@ class Client:
         self._types = tinker.types
         self._service = tinker.ServiceClient(base_url=url, api_key=key)
         served = tinker.RestClient(base_url=url, api_key=key).get_server_capabilities().result().supported_models
-        create, name = self._service.create_lora_training_client, served[0].model_name
+        create = self._service.create_lora_training_client
+        name = served[0].model_name
         self._model = create(name, rank=RANK, seed=1, train_unembed=False).result()  # as the plain loop has it
 
     def step(self, data: list[list[int]]) -> float:

@@ -46,8 +46,14 @@ from harness.trajectory_load import (
 from harness.trajectory_servers import PEER_PYTHON, Server, peer_versions, running
 from harness.trajectory_table import KINDS, WAIT, Table, draw, goals
 
-GROUP, TOKENS, BATCH, ENVS, CLIENTS, LIST = 8, 1024, 64, 4, 8, 8
-DEPTH, MANY_ENVS = 50_000, 64
+GROUP = 8
+TOKENS = 1024
+BATCH = 64
+ENVS = 4
+CLIENTS = 8
+LIST = 8
+DEPTH = 50_000
+MANY_ENVS = 64
 PROBED = ("/status", "/status-env")
 PROBE_EVERY_S = 0.05
 """While throughput is measured: probes come faster to a server that answers faster, and are work for it."""
@@ -71,8 +77,11 @@ async def throughput(server: Server, table: Table, groups: int) -> None:
         headers = {}
         if zipped:
             few = [gzip.compress(body, 6) for body in bodies[: len(prefixes)]]
-            bodies, headers = [few[i % len(few)] for i in range(len(bodies))], {"Content_Encoding": "gzip"}
-        before, cpu, prober = server.memory_mb, server.cpu_s, Prober(server.port, PROBED, PROBE_EVERY_S)
+            bodies = [few[i % len(few)] for i in range(len(bodies))]
+            headers = {"Content_Encoding": "gzip"}
+        before = server.memory_mb
+        cpu = server.cpu_s
+        prober = Prober(server.port, PROBED, PROBE_EVERY_S)
         pushed = await push(server.port, path, bodies, CLIENTS, **headers)
         _note_push(server, table, way, groups, pushed, prober.stop(), server.cpu_s - cpu)
         if number == 0:
@@ -98,7 +107,9 @@ def _note_push(
 async def _pull(server: Server, table: Table, coding: str, groups: int) -> None:
     cpu = server.cpu_s
     pulled = await drain(server.port, Accept_Encoding=coding)
-    cpu, kind, batches = server.cpu_s - cpu, server.kind, len(pulled.latencies)
+    cpu = server.cpu_s - cpu
+    kind = server.kind
+    batches = len(pulled.latencies)
     assert sorted(pulled.ids.values()) == [1] * groups, "each group exactly once"
     table.add(f"pull {coding}: sequences/s", kind, groups * GROUP / pulled.seconds)
     table.add(f"pull {coding}: p50 of a batch, ms", kind, quantile(pulled.latencies, 0.5) * 1e3)
@@ -109,7 +120,9 @@ async def _pull(server: Server, table: Table, coding: str, groups: int) -> None:
 
 async def long_queue(server: Server, table: Table, depth: int, minimum: float | None, pulls: int) -> None:
     """The first batch out of many small groups, and how long anybody waits while pushes and pulls go on."""
-    rng, name, kind = random.Random(1), f"{depth} queued" + ("" if minimum is None else ", minimums"), server.kind
+    rng = random.Random(1)
+    name = f"{depth} queued" + ("" if minimum is None else ", minimums")
+    kind = server.kind
     envs = ENVS if minimum is not None else MANY_ENVS
     await set_up(server.port, envs=envs, batch_size=BATCH, group_size=GROUP, tokens=8, minimum=minimum)
     prefixes = [group_prefix(rng, GROUP, 8, env) for env in range(envs)]
@@ -128,7 +141,8 @@ async def long_queue(server: Server, table: Table, depth: int, minimum: float | 
     more = [with_id(prefixes[0], depth + i) for i in range(2 * pulls)]
     pushing = asyncio.create_task(push(server.port, "/scored_data", more, 1))
     pulled = await _batches(server.port, pulls)
-    pushed, waits = await pushing, prober.stop()
+    pushed = await pushing
+    waits = prober.stop()
     table.add(f"{name}: first batch, ms", kind, pulled[0] * 1e3)
     table.add(f"{name}: p99 of {pulls} more, ms", kind, quantile(pulled[1:], 0.99) * 1e3)
     every = (*pulled, *pushed.latencies, *waits["/status"], *waits["/status-env"])
@@ -138,7 +152,8 @@ async def long_queue(server: Server, table: Table, depth: int, minimum: float | 
 
 async def _batches(port: int, count: int) -> list[float]:
     """Seconds for each of so many batches, and one more before them."""
-    http, found = Http(port), []
+    http = Http(port)
+    found = []
     for _ in range(count + 1):
         asked = time.perf_counter()
         answer = await http.request("GET", "/batch", Accept_Encoding="identity")
@@ -241,7 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--figure", type=Path, help="draw throughput and waits here")
     arguments = parser.parse_args(argv)
     if arguments.quick:
-        arguments.repeats, arguments.peer_depth, arguments.peer_minimum_depth = 1, 10_000, 1000
+        arguments.repeats = 1
+        arguments.peer_depth = 10_000
+        arguments.peer_minimum_depth = 1000
     if not PEER_PYTHON.exists():
         print(NO_PEER, file=sys.stderr)
         return 2

@@ -59,7 +59,8 @@ class Update:
 
     def timed(self, name: str, step: Callable[[], Any]) -> Any:
         """Run a step and note its seconds: those of this thread, or of the engine's where it works."""
-        began, wall = time.process_time(), time.perf_counter()
+        began = time.process_time()
+        wall = time.perf_counter()
         result = step()
         self.seconds.setdefault(name, []).append(time.process_time() - began)
         self.seconds.setdefault(f"{name} (wall)", []).append(time.perf_counter() - wall)
@@ -109,7 +110,8 @@ def main() -> None:
         update.seconds = {}
         for _ in range(args.repeats):
             steps.setdefault("self-test", [])
-            began, wall = time.process_time(), time.perf_counter()
+            began = time.process_time()
+            wall = time.perf_counter()
             update.self_test(args.repeats)
             steps["self-test"].append(time.process_time() - began)
             steps.setdefault("self-test (wall)", []).append(time.perf_counter() - wall)

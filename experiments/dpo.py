@@ -30,10 +30,12 @@ def build(config: Config) -> ExperimentSpec:
     """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for contradicting
     options."""
     check_synchronous(config)
-    first, options = resolve_initial_weights(config), config.preference
+    first = resolve_initial_weights(config)
+    options = config.preference
     actor = policy_gradient.actor_spec(config, first)
     scored, rewards = build_reward_calls(config, group_options(config), first.path)
-    ref, gen = reference_model(config, actor), actor_gen(config, group_options(config))
+    ref = reference_model(config, actor)
+    gen = actor_gen(config, group_options(config))
     if (options.player or (FIRST if actor.lora is None else CURRENT)) == FIRST:
         if actor.lora is not None:
             raise ConfigError(

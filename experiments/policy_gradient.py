@@ -117,7 +117,8 @@ def build(config: Config) -> ExperimentSpec:
     """Return the experiment that ``config`` describes. Raises ConfigError or ValueError for contradicting
     options."""
     streamed = config.async_rl.enabled
-    ppo, first = policy_options(config, streamed=streamed), resolve_initial_weights(config)
+    ppo = policy_options(config, streamed=streamed)
+    first = resolve_initial_weights(config)
     models, mfcs = build_training_graph(config, ppo, first)
     spec = on_tasks(config.experiment, config, models, [actor_gen(config, ppo), *mfcs], first)
     return stream_rollouts(spec, config) if streamed else spec
@@ -127,7 +128,8 @@ def build_training_graph(
     config: Config, ppo: ResolvedOptions, first: InitialWeights
 ) -> tuple[dict[str, ModelSpec], list[MFCDef]]:
     """Return the models, and the calls that follow the generation of episodes, whatever its source."""
-    actor, (scoring, mfcs) = actor_spec(config, first), build_reward_calls(config, ppo, first.path)
+    actor = actor_spec(config, first)
+    (scoring, mfcs) = build_reward_calls(config, ppo, first.path)
     if scoring and not ppo.rl_weight:
         raise ConfigError(
             f"reward_model.path: rewards teach nothing with ppo.rl_weight=0 (ppo.algo={ppo.algo}); leave it out, or "
@@ -268,7 +270,8 @@ def actor_gen(config: Config, ppo: ResolvedOptions, role: str = "actor") -> MFCD
 
     The task of a sample is metadata, so there are no input keys."""
     workers = config.actor.workers if role == "actor" else (*config.ref.workers, config.actor.workers[0])
-    options, keys = rollout_options_per_worker(config, workers), EPISODE_KEYS
+    options = rollout_options_per_worker(config, workers)
+    keys = EPISODE_KEYS
     if ppo.needs_feedback:
         options = replace(options, feedback=ppo.feedback, feedback_tokens=ppo.feedback_tokens)
         keys = (*keys, FEEDBACK_PROMPT)
@@ -602,7 +605,8 @@ def stream_rollouts(spec: ExperimentSpec, config: Config) -> ExperimentSpec:
     Raises ConfigError if a worker's sessions do not hold a group, if the agent's file does not exist, or
     for an option without effect."""
     staying, leaving = to_async(spec.mfcs)
-    options, episodes = config.async_rl, RolloutOptions.from_args(leaving[0].interface_args)
+    options = config.async_rl
+    episodes = RolloutOptions.from_args(leaving[0].interface_args)
     # Rollout workers get all sessions: the actor's workers play no episodes.
     episodes = replace(episodes, sessions=rollout_options(config).sessions)
     sessions = episodes.sessions // options.n_rollout_workers

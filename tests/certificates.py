@@ -8,7 +8,8 @@ from pathlib import Path
 
 def self_signed(folder: Path, name: str = "server", host: str = "IP:127.0.0.1") -> tuple[str, str]:
     """Files with a certificate for ``host`` (as openssl writes alternative names) and its key, in ``folder``."""
-    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    cert = folder / f"{name}.pem"
+    key = folder / f"{name}.key"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2",
          "-subj", "/CN=test", "-addext", f"subjectAltName={host}", "-config", "/dev/null",

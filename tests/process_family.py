@@ -23,7 +23,8 @@ def lives(process: psutil.Process | int) -> bool:
 
 def gone(processes: Iterable[psutil.Process | int], within_s: float) -> bool:
     """Whether all of them end within this time."""
-    alive, end = list(processes), time.monotonic() + within_s
+    alive = list(processes)
+    end = time.monotonic() + within_s
     while alive := [process for process in alive if lives(process)]:
         if time.monotonic() > end:
             return False

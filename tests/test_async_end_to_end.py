@@ -108,7 +108,8 @@ def test_stale_samples_within_the_bound_and_a_run_that_goes_on(root, trained):
     reports = json.loads((root / "grpo_aws_async" / "eta2" / "evaluations.json").read_text())
     assert list(reports) == ["0", "2", "3", "4", "5"]
     for step, report in reports.items():
-        overall, greedy = report["sampled"]["overall"], report["greedy"]["overall"]
+        overall = report["sampled"]["overall"]
+        greedy = report["greedy"]["overall"]
         assert overall["episodes"] == 2 * greedy["episodes"] > 0 and overall["failed"] == greedy["failed"] == 0
         assert overall["version"] == greedy["version"] == int(step), "played beside training, by one version"
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]

@@ -4,7 +4,8 @@ import pytest
 
 from tests.costs import COST, LIMIT_S, pytest_runtest_call, unmarked
 
-DEAR, CHEAP = 2 * LIMIT_S, LIMIT_S / 2
+DEAR = 2 * LIMIT_S
+CHEAP = LIMIT_S / 2
 
 
 def report(name, cost, *marks, when="call"):

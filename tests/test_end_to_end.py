@@ -141,7 +141,8 @@ def test_a_run_trains_and_leaves_what_it_promised(root, first):
 
 @pytest.mark.nightly
 def test_the_same_seed_is_bit_identical_even_across_a_restart(first, others):
-    two, three = others["two steps"], others["three steps"]
+    two = others["two steps"]
+    three = others["three steps"]
     assert [figures(row) for row in two] == [figures(row) for row in first[:2]]
     assert three[:2] == two, "steps that were done are not done again"
     assert figures(three[2]) == figures(first[2])

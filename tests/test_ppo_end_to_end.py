@@ -16,7 +16,9 @@ from tests.test_end_to_end import undescribed
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS, KILLED_AFTER, PATIENCE_S = 3, 1, 400.0
+STEPS = 3
+KILLED_AFTER = 1
+PATIENCE_S = 400.0
 LETTERS = '''
 class Letters:
     """Two turns, each of which is worth the share of letters in what was said: something to tell episodes apart by."""

@@ -93,8 +93,11 @@ def kill_model_worker(launcher):
 
 @pytest.mark.nightly
 def test_groups_of_a_producer_are_trained_on_and_a_kill_loses_none(tmp_path, processes, tiny_policy):
-    port, env_port, runs = free_port(), free_port(), tmp_path / "runs"
-    url, run = f"http://127.0.0.1:{port}", runs / "grpo_stream_http" / "default"
+    port = free_port()
+    env_port = free_port()
+    runs = tmp_path / "runs"
+    url = f"http://127.0.0.1:{port}"
+    run = runs / "grpo_stream_http" / "default"
     launch = (
         "experiment=grpo_stream_http",
         f"fileroot={runs}",

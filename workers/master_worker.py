@@ -304,7 +304,8 @@ class MasterWorker:
     # ---- steps
 
     async def _train(self, stack: contextlib.AsyncExitStack) -> None:
-        done, total = self._executor.next_step, self._spec.total_train_steps
+        done = self._executor.next_step
+        total = self._spec.total_train_steps
         if done > 0:
             text = (
                 f"resumed after step {done}" if done < total else f"nothing to train: {done} of {total} steps are done"
@@ -460,7 +461,8 @@ class MasterWorker:
             if sections := await self._steps.live():
                 self._events.emit("rollouts", **sections)
             running = [name for name, state in self._executor.activity().items() if state.startswith("runs")]
-            resident, capacity = len(self._executor.buffer), self._executor.buffer.max_size
+            resident = len(self._executor.buffer)
+            capacity = self._executor.buffer.max_size
             now = {"calls": running, "resident": resident, "capacity": capacity}
             if now != shown:
                 self._events.emit("activity", **now)

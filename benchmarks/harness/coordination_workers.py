@@ -34,7 +34,9 @@ from realhf.rollout.group_player import PlayedGroup
 from realhf.scheduler.process import run_guarded
 from realhf.transport.rpc_worker import RpcWorker
 
-PROMPT_TOKENS, TURN_TOKENS, OBSERVATION_TOKENS = 40, 20, 20
+PROMPT_TOKENS = 40
+TURN_TOKENS = 20
+OBSERVATION_TOKENS = 20
 TURNS = 2
 VARIETY = 16
 """Different groups that the fake environment repeats."""
@@ -62,7 +64,8 @@ class FakeImmediatePlayer:
     """A ``Player`` without environment and engine: its groups were made before the run."""
 
     def __init__(self, flight: FakeImmediateFlight, groups: Sequence[Sequence[RolloutOutcome]]) -> None:
-        self._flight, self._groups = flight, groups
+        self._flight = flight
+        self._groups = groups
 
     async def play(self, lease: RolloutLease) -> PlayedGroup:
         """Return a group that was played before."""
@@ -173,7 +176,8 @@ def model_worker(args: argparse.Namespace) -> None:
     from realhf.transport.tensor_store import TensorStore
 
     torch.set_num_threads(1)
-    plan, name = RunPlan.read(args.run_dir), "model_worker/0"
+    plan = RunPlan.read(args.run_dir)
+    name = "model_worker/0"
     store = TensorStore(name)
     plane = DataPlane(name, args.run_id, store)
     plane.start()

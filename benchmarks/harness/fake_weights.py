@@ -14,7 +14,8 @@ from realhf.api.calls import (
 )
 from realhf.api.generation import WeightsManifest
 
-FIRST, CHANGED = -1.0, -2.0
+FIRST = -1.0
+CHANGED = -2.0
 """Log-probability of the one token of a probe under the first weights, and under those that the self-test changes."""
 
 

@@ -44,9 +44,11 @@ VERIFIER = "verifier"
 """Where the environment is a file with a verifier: this one begins to compute, holds the interpreter and never ends."""
 FROZEN = "frozen "
 """Begins a fault that stops a process for ever: the run itself has to notice it and to kill it."""
-LAUNCHER, CTRL_C = "launcher", "ctrl_c"
+LAUNCHER = "launcher"
+CTRL_C = "ctrl_c"
 """The launcher is killed; it is interrupted. The same command then goes on."""
-BATCH, GROUP = 2, 2
+BATCH = 2
+GROUP = 2
 TINY = (
     f"dataset.train_bs_n_seqs={BATCH}",
     f"ppo.group_size={GROUP}", "gen.max_new_tokens=12",
@@ -83,14 +85,16 @@ def make_policy(folder: Path, environment: str = AWS) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    texts, commands = folder.with_suffix(".jsonl"), SAYINGS.get(environment, SAYINGS[AWS])
+    texts = folder.with_suffix(".jsonl")
+    commands = SAYINGS.get(environment, SAYINGS[AWS])
     talks = [[{"role": "user", "content": "A task"}, {"role": "assistant", "content": command}] for command in commands]
     texts.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks * 9))
     config = BuiltinModelConfig(
         vocab_size=320, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, max_positions=2048
     )
     build_builtin_policy(texts, folder, config, seed=3)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     asked = tokenizer.apply_chat_template(talks[0][:1], add_generation_prompt=True, tokenize=False)
     start = tokenizer(asked)["input_ids"][-1]
     replies = [[start, *tokenizer(command)["input_ids"], tokenizer.eos_token_id] for command in commands]
@@ -264,7 +268,8 @@ class KilledRun:
 
     def journal_bytes(self) -> int:
         """Grows while the run gets on."""
-        folder, total = self.folder / "journal", 0
+        folder = self.folder / "journal"
+        total = 0
         for path in [*folder.glob("*.log"), *(folder / ARCHIVE).glob("*.log")]:
             with contextlib.suppress(FileNotFoundError):
                 total += path.stat().st_size
@@ -389,11 +394,17 @@ def freeze_for(run: KilledRun, kind: str, seconds: float, choice: random.Random,
         time.sleep(0.05)
         victim = run.freeze(kind, choice)
     began = moved = time.monotonic()
-    thaw, limit_s, longest, before, after = began + seconds, min(seconds, SILENCE_S) + timeout_s, 0.0, 0, None
+    thaw = began + seconds
+    limit_s = min(seconds, SILENCE_S) + timeout_s
+    longest = 0.0
+    before = 0
+    after = None
     while run.running and (after is None or run.journal_bytes() <= after):
-        now, size = time.monotonic(), run.journal_bytes()
+        now = time.monotonic()
+        size = run.journal_bytes()
         if size > before:
-            moved, before = now, size
+            moved = now
+            before = size
         longest = max(longest, now - moved)
         if longest > limit_s:
             raise Stuck(
@@ -435,7 +446,8 @@ def _heed_ctrl_c() -> None:
 
 
 def _freeze_until_it_is_killed(run: KilledRun, kind: str, choice: random.Random, timeout_s: float) -> None:
-    deadline, victim = time.monotonic() + timeout_s, None
+    deadline = time.monotonic() + timeout_s
+    victim = None
     while run.running and (victim is None or victim.is_running()):
         if time.monotonic() > deadline:
             raise Stuck(f"{run.folder.name}: {kind} stands still, and nobody ends it:\n{run.tail()}")

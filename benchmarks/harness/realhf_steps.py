@@ -42,7 +42,8 @@ class Steps:
 
     def step(self, number: int, *, given: bool) -> dict[str, float]:
         """Take step ``number``; return its seconds and statistics."""
-        began, used = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        used = time.process_time()
         logprobs, completions = self._given() if given else self._generated(number)
         generated = time.perf_counter()
         cpu_generated = time.process_time()
@@ -79,7 +80,10 @@ class Steps:
 
     def _batch(self, completions: list[list[int]], logprobs: list[list[float]]) -> SequenceSample:
         group = self._setup["group"]
-        ids, mask, behaviour, lengths = [], [], [], []
+        ids = []
+        mask = []
+        behaviour = []
+        lengths = []
         for prompt, completion, found in zip(self.prompts, completions, logprobs, strict=True):
             ids += [*prompt, *completion]
             mask += [False] * len(prompt) + [True] * len(completion)
@@ -111,7 +115,8 @@ class Steps:
 
 def main() -> None:
     """Take the steps that the parent asks for."""
-    lines, setup = Lines(), json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    lines = Lines()
+    setup = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(setup["threads"])
     steps = Steps(setup)
     lines.answer(prompt_tokens=sum(map(len, steps.prompts)), peak=peak_bytes())

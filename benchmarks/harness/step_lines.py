@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-STEP, GIVEN, END = "step", "given", "end"
+STEP = "step"
+GIVEN = "given"
+END = "end"
 
 
 class Lines:

@@ -189,7 +189,8 @@ async def push(port: int, path: str, bodies: Sequence[bytes], clients: int, **he
     async def client() -> None:
         http = Http(port)
         while waiting:
-            body, asked = waiting.popleft(), time.perf_counter()
+            body = waiting.popleft()
+            asked = time.perf_counter()
             while (answer := await http.request("POST", path, body, **headers)).status == 503:
                 pushed.refused += 1
                 await asyncio.sleep(float(answer.headers.get("retry-after", 0.05)))
@@ -215,7 +216,10 @@ class Pulled:
 
 async def drain(port: int, **headers: Any) -> Pulled:
     """Pull until there is nothing twice in a row; ids are counted when the clock has stopped."""
-    http, pulled, bodies, nulls = Http(port), Pulled(), [], 0
+    http = Http(port)
+    pulled = Pulled()
+    bodies = []
+    nulls = 0
     began = time.perf_counter()
     while nulls < 2:
         asked = time.perf_counter()

@@ -39,7 +39,8 @@ class Server:
     process that starts it."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        self.kind, self._folder = kind, folder
+        self.kind = kind
+        self._folder = folder
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port: int = listener.getsockname()[1]
         self.start()
@@ -73,7 +74,8 @@ class Server:
     @property
     def cpu_s(self) -> float:
         """Processor seconds of all its processes since they started."""
-        root, total = psutil.Process(self._process.pid), 0.0
+        root = psutil.Process(self._process.pid)
+        total = 0.0
         for process in (root, *root.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()

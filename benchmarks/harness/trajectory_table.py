@@ -73,7 +73,8 @@ class Table:
     def ratios(self, row: str, server: str) -> list[float]:
         """Ours over the original's, repeat by repeat, in order of size. Each of several repeats of ours goes against
         the only one of the original where it was measured once."""
-        ours, theirs = self._of(row, server), self._of(row, "original")
+        ours = self._of(row, server)
+        theirs = self._of(row, "original")
         theirs = theirs * len(ours) if len(theirs) == 1 else theirs
         return sorted(mine / other for mine, other in zip(ours, theirs, strict=False) if other)
 
@@ -94,7 +95,8 @@ class Table:
 
     def verdicts(self, wanted: Sequence[Goal]) -> tuple[list[str], int]:
         """One line for each goal that was measured, and how many were missed."""
-        found, missed = [], 0
+        found = []
+        missed = 0
         for goal in wanted:
             measured = self.ratios(goal.row, goal.server) if goal.ratio else self._of(goal.row, goal.server)
             if not measured:

@@ -35,7 +35,8 @@ class Steps(TrainerCallback):
     """Waits for the parent before each step, and tells it after each how long it took."""
 
     def __init__(self, lines: Lines, trainer_of: Any) -> None:
-        self._lines, self._trainer_of = lines, trainer_of
+        self._lines = lines
+        self._trainer_of = trainer_of
         self._orders: Iterator[str] = lines.orders()
         self._began = self._used = 0.0
 
@@ -45,12 +46,15 @@ class Steps(TrainerCallback):
         if order is None:
             raise KeyboardInterrupt("the parent has ended")
         trainer = self._trainer_of()
-        trainer.use_given, trainer.generated, trainer.prepared = order == GIVEN, (0.0, 0.0), (0.0, 0.0)
+        trainer.use_given = order == GIVEN
+        trainer.generated = (0.0, 0.0)
+        trainer.prepared = (0.0, 0.0)
         self._began, self._used = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Keep the time; the answer goes out with the log, which has the norm."""
-        step, cpu = time.perf_counter() - self._began, time.process_time() - self._used
+        step = time.perf_counter() - self._began
+        cpu = time.process_time() - self._used
         trainer = self._trainer_of()
         self._times = {
             "generate_s": trainer.generated[0],
@@ -78,14 +82,16 @@ class MeasuredTrainer(GRPOTrainer):
     generated = prepared = (0.0, 0.0)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        began, used = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        used = time.process_time()
         found = (self.given, None) if self.use_given else super()._generate_single_turn(*args, **kwargs)
         self.generated = time.perf_counter() - began, time.process_time() - used
         self.sampled = sum(map(len, found[0]))
         return found
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        began, used = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        used = time.process_time()
         found = super()._prepare_inputs(generation_batch)
         wall, cpu = self.prepared
         self.prepared = wall + time.perf_counter() - began, cpu + time.process_time() - used
@@ -96,7 +102,8 @@ def trainer_of(setup: dict[str, Any], out: str) -> MeasuredTrainer:
     """Make the trainer that ``setup`` describes."""
     tokenizer = AutoTokenizer.from_pretrained(setup["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(setup["model"], dtype=torch.float32)
-    optimizer, sequences = setup["optimizer"], len(setup["prompts"]) * setup["group"]
+    optimizer = setup["optimizer"]
+    sequences = len(setup["prompts"]) * setup["group"]
     config = GRPOConfig(
         output_dir=out,
         use_cpu=True,
@@ -137,7 +144,8 @@ def trainer_of(setup: dict[str, Any], out: str) -> MeasuredTrainer:
 
 def main() -> None:
     """Take the steps that the parent asks for."""
-    lines, setup = Lines(), json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    lines = Lines()
+    setup = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(setup["threads"])
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as out:

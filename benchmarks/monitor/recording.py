@@ -58,12 +58,14 @@ def made_up(given: argparse.Namespace) -> None:
     """Print the cost of a step."""
     names = {token: f"t{token}" for token in range(2000)}
     group = [outcome(given.turns, given.tokens, member) for member in range(given.group_size)]
-    rows, length = given.groups * given.group_size, given.tokens + 59
+    rows = given.groups * given.group_size
+    length = given.tokens + 59
     flat = np.random.default_rng(0).random(rows * length).astype(np.float32)
     mask = np.tile(np.arange(length) % 3 == 0, rows)
     with tempfile.TemporaryDirectory() as folder:
         recorder = RolloutWriter(Path(folder), "bench/0", Selection(1.0, given.share), limit_bytes=2**34)
-        began, caller = time.process_time(), 0.0
+        began = time.process_time()
+        caller = 0.0
         for step in range(given.steps):
             ids = [f"task@{step * given.groups + number}" for number in range(given.groups)]
             mine = time.thread_time()

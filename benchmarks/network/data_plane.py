@@ -52,7 +52,8 @@ def serve(address: str, key_file: str, trusted: str, megabytes: str) -> None:
     from realhf.transport.data_plane import DataPlane
     from realhf.transport.tensor_store import TensorStore
 
-    store, rows = TensorStore("owner"), int(megabytes) * 1_000_000 // 4
+    store = TensorStore("owner")
+    rows = int(megabytes) * 1_000_000 // 4
     store.put(SequenceSample.from_tensors(["a"], {KEY: torch.rand(rows)}, {KEY: [[rows]]}))
     plane = DataPlane("owner", "bench", store, network=_network(address, key_file, trusted))
     plane.start()
@@ -71,7 +72,8 @@ def fetch(address: str, key_file: str, trusted: str, endpoint: str) -> None:
     plane = DataPlane("reader", "bench", TensorStore("reader"), network=network)
     plane.start()
     for _ in sys.stdin:
-        began, cpu = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        cpu = time.process_time()
         data = plane.fetch(endpoint, ["a"], [KEY], FETCH_S).data
         assert data is not None
         print(time.perf_counter() - began, time.process_time() - cpu, data[KEY].nbytes, flush=True)

@@ -38,7 +38,9 @@ from realhf.base.event_loops import new_event_loop
 from realhf.base.process import settle
 from realhf.dataflow.journal.audit import audit_folder
 
-GOAL_PER_S, GOAL_BYTES, GOAL_RECOVERY_S = 3000.0, 4096.0, 30.0
+GOAL_PER_S = 3000.0
+GOAL_BYTES = 4096.0
+GOAL_RECOVERY_S = 30.0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -108,7 +110,8 @@ def spread(rows: Sequence[dict[str, float]], name: str) -> str:
 
 def show(figures: dict[str, Any], args: argparse.Namespace) -> None:
     """Print what was found."""
-    lines, rows = figures["connections"], figures["windows"]
+    lines = figures["connections"]
+    rows = figures["windows"]
     print(
         f"{args.workers} workers, {args.episodes} episodes in flight, groups of {args.group}, batches of {args.batch}; "
         f"connections: {lines['admission']} for admission, {2 * lines['rpc']} for RPC, {lines['rpc']} for heartbeats"

@@ -107,7 +107,8 @@ class Simulation:
     """One run. ``measure`` returns its figures."""
 
     def __init__(self, plan: RunPlan, args: Namespace) -> None:
-        self._plan, self._args = plan, args
+        self._plan = plan
+        self._args = args
         self._samples = -(-args.episodes // args.group)
         self._connections = Connections.that_fit(args.workers, args.processes)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -149,8 +150,11 @@ class Simulation:
     async def _register(self, rpc: RpcMaster) -> dict[str, float]:
         """Start the simulated workers and wait until all are known."""
         say(f"... {self._args.workers} workers register over {self._connections.words()}")
-        before, began = sum(thread_seconds().values()), time.monotonic()
-        args, lines, first = self._args, self._connections, 0
+        before = sum(thread_seconds().values())
+        began = time.monotonic()
+        args = self._args
+        lines = self._connections
+        first = 0
         trainer = {"run-dir": self._plan.spec.run_dir, "generation": args.generation, "patience": args.patience}
         self._spawn("trainer", trainer, rpc.endpoint)
         for n in range(args.processes):
@@ -170,7 +174,8 @@ class Simulation:
         names = [f"rollout_worker/{n}" for n in range(args.workers)]
         names += ["model_worker/0", *(f"generation/{n}" for n in range(args.generation))]
         await rpc.wait_for(names, args.patience)
-        wall, cpu = time.monotonic() - began, sum(thread_seconds().values()) - before
+        wall = time.monotonic() - began
+        cpu = sum(thread_seconds().values()) - before
         say(f"... registered after {wall:.1f} s, {cpu:.1f} s of the master's CPU")
         return {"wall_s": wall, "master_cpu_s": cpu}
 
@@ -213,7 +218,8 @@ class Simulation:
     async def _open(self, rpc: RpcMaster) -> AsyncRollouts:
         spec = self._plan.spec
         assert spec.rollout is not None
-        folder, patience = spec.run_dir / "journal", self._args.patience
+        folder = spec.run_dir / "journal"
+        patience = self._args.patience
         plan = RolloutPlan(
             spec.rollout, ["model_worker/0"], spec.n_seqs, ENDLESS, 0, folder, RUN_ID, patience, patience, archive=True
         )
@@ -254,10 +260,13 @@ class Simulation:
         wanted = self._connections.admission + 3 * self._connections.rpc
         await self._until(lambda: descriptors() >= wanted, "workers connected")
         await asyncio.sleep(1.0)
-        memory, before, began = resident_bytes(), thread_seconds(), time.monotonic()
+        memory = resident_bytes()
+        before = thread_seconds()
+        began = time.monotonic()
         self._tell("ask")
         await self._until(lambda: self._control.in_play >= self._samples, "samples were admitted")
-        cpu, wall = _grown(before, thread_seconds()), time.monotonic() - began
+        cpu = _grown(before, thread_seconds())
+        wall = time.monotonic() - began
         each = (resident_bytes() - memory) / self._args.episodes
         say(f"... {self._args.episodes} episodes in flight: {each:.0f} bytes of the master's memory for each")
         return {
@@ -269,9 +278,11 @@ class Simulation:
 
     async def _rest(self) -> dict[str, float]:
         """Return the CPU seconds per second while everything is in flight and nothing is finished."""
-        before, began = thread_seconds(), time.monotonic()
+        before = thread_seconds()
+        began = time.monotonic()
         await asyncio.sleep(self._args.idle)
-        cpu, wall = _grown(before, thread_seconds()), time.monotonic() - began
+        cpu = _grown(before, thread_seconds())
+        wall = time.monotonic() - began
         say(f"... {sum(cpu.values()) / wall:.3f} of a core while nothing is finished")
         return {"loop": cpu["loop"] / wall, "all": sum(cpu.values()) / wall}
 
@@ -283,7 +294,8 @@ class Simulation:
     async def _steps(self, executor: FunctionExecutor, seconds: float) -> int:
         """Train for so long; returns the steps."""
         assert self._rollouts is not None
-        until, steps = time.monotonic() + seconds, 0
+        until = time.monotonic() + seconds
+        steps = 0
         while time.monotonic() < until:
             report = await executor.execute_step(self._step)
             self._step += 1
@@ -297,16 +309,22 @@ class Simulation:
 
     async def _window(self, executor: FunctionExecutor, number: int) -> dict[str, float]:
         """Return the figures of one window, for episodes."""
-        staleness, group = self._control.staleness, self._args.group
+        staleness = self._control.staleness
+        group = self._args.group
         self._results.ages.clear()
         running: list[int] = []
         looks = asyncio.create_task(_sampled(lambda: staleness.running, running))
-        counted, before, began = (staleness.admitted, staleness.accepted), thread_seconds(), time.monotonic()
+        counted = (staleness.admitted, staleness.accepted)
+        before = thread_seconds()
+        began = time.monotonic()
         steps = await self._steps(executor, self._args.seconds)
-        cpu, wall = _grown(before, thread_seconds()), time.monotonic() - began
+        cpu = _grown(before, thread_seconds())
+        wall = time.monotonic() - began
         looks.cancel()
-        admitted, accepted = group * (staleness.admitted - counted[0]), group * (staleness.accepted - counted[1])
-        loop, everything = cpu["loop"], sum(cpu.values())
+        admitted = group * (staleness.admitted - counted[0])
+        accepted = group * (staleness.accepted - counted[1])
+        loop = cpu["loop"]
+        everything = sum(cpu.values())
         row = {
             "per_loop_second": accepted / loop,
             "per_master_second": accepted / everything,
@@ -351,7 +369,8 @@ class Simulation:
         finally:
             training.cancel()
             await asyncio.gather(training, return_exceptions=True)
-        cpu, wall = _grown(before, thread_seconds()), time.monotonic() - began
+        cpu = _grown(before, thread_seconds())
+        wall = time.monotonic() - began
         found = {
             "workers_lost": count,
             "samples_lost": control.lost_attempts - lost_before,

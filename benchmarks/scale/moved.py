@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from realhf.base.partition import balanced_parts, parts_near
 from realhf.dataflow.storage_map import StorageMap
 
-TOKEN_BYTES, PRODUCERS, KEY = 18, 4, "packed_input_ids"
+TOKEN_BYTES = 18
+PRODUCERS = 4
+KEY = "packed_input_ids"
 
 
 def step(rng: random.Random, ranks: int, per_rank: int, receivers: int, *, near: bool) -> tuple[int, int, int]:
@@ -22,7 +24,8 @@ def step(rng: random.Random, ranks: int, per_rank: int, receivers: int, *, near:
     group call."""
     names = [f"model_worker/{rank}" for rank in range(ranks)]
     tokens = [int(rng.lognormvariate(9, 0.6)) for _ in range(ranks * per_rank)]
-    storage, hosts = StorageMap(), dict.fromkeys(names, "here")
+    storage = StorageMap()
+    hosts = dict.fromkeys(names, "here")
     sent = [[0] * receivers for _ in range(PRODUCERS)]
     homes: list[int] = []
     for number, length in enumerate(tokens):

@@ -169,7 +169,8 @@ class FakeImmediateTrainer:
 def _templates(plan: RunPlan) -> list[tuple[SequenceSample, list[int]]]:
     """Return the metadata of encoded samples, each with the lengths of its sequences."""
     assert plan.spec.rollout is not None
-    options, spec = plan.spec.rollout.episodes, plan.spec
+    options = plan.spec.rollout.episodes
+    spec = plan.spec
     encode = SampleEncoder(
         plan.spec.rollout.calls[1:],
         CallContext(0, spec.seed, MicroBatchSpec(), spec.run_dir),

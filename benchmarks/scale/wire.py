@@ -35,7 +35,8 @@ class Wires:
 
     def turn(self, timeout_s: float) -> None:
         """Handle what has come, or wait for it."""
-        due, self.due = self.due, set()
+        due = self.due
+        self.due = set()
         ready = [descriptor for descriptor, _ in self._epoll.poll(0 if due else timeout_s, 512)]
         for descriptor in {*due, *ready}:
             drain = self._drains.get(descriptor)
@@ -52,7 +53,8 @@ class Lines:
     """``count`` DEALER connections to one endpoint; whoever has number n uses line n modulo ``count``."""
 
     def __init__(self, wires: Wires, endpoint: str, count: int, receive: Receive) -> None:
-        self._wires, self._receive = wires, receive
+        self._wires = wires
+        self._receive = receive
         self._sockets: list[zmq.Socket[bytes] | None] = []
         for number in range(count):
             socket = wires.context.socket(zmq.DEALER)

@@ -66,7 +66,8 @@ class Part:
     """The workers of this process, which are numbered from 0 here and from ``first`` on in the run."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args, self._run = args, args.run_id
+        self._args = args
+        self._run = args.run_id
         self._rng = random.Random(args.part)
         self._wires = Wires(most_sockets=args.lines + 3 * args.rpc_lines + 16)
         names = [f"rollout_worker/{args.first + n}" for n in range(args.workers)]
@@ -77,7 +78,9 @@ class Part:
         self._beats: Lines | None = None
         self._service: Lines | None = None
         self._stream: Lines | None = None
-        self._interval, self._beaten, self._beat_at = 2.0, 0, 0.0
+        self._interval = 2.0
+        self._beaten = 0
+        self._beat_at = 0.0
         self._held: list[Held] = []
         self._unacked = 0
         self._asks = self._finishes = self._over = False
@@ -89,7 +92,8 @@ class Part:
 
     def run(self) -> None:
         """Until standard input ends."""
-        node, versions = os.uname().nodename, own_versions()
+        node = os.uname().nodename
+        versions = own_versions()
         for n, worker in enumerate(self._workers):
             hello = pack_header("hello", self._run, worker.session, versions=versions, node=node, lane="ordered")
             self._ordered.send(n, [hello])

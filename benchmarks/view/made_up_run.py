@@ -92,7 +92,8 @@ class MadeUpRun:
 
     def train(self) -> None:
         """Write what the trainer saw of the rollouts that were only played."""
-        trained, self._untrained = self._untrained, []
+        trained = self._untrained
+        self._untrained = []
         for line in trained:
             self._shards[TRAIN].add(self._trained(line) if line.has_tokens else None, line)
         self._shards[TRAIN].flush()
@@ -160,7 +161,8 @@ class MadeUpRun:
         return encode_record(record)
 
     def _trained(self, line: TrainLine) -> bytes:
-        size, draw = line.n_tokens, self._random.random
+        size = line.n_tokens
+        draw = self._random.random
         old = [-round(draw(), 4) for _ in range(size)]
         return encode_record({
             "id": line.id, "step": line.step, "version": line.version, "first_token": 10, "mask": [1] * size,

@@ -72,7 +72,9 @@ class OutcomeRewardInterface:
         self._overlong = (overlong_length, overlong_buffer)
         if not max_reward_clip > 0 or not math.isfinite(reward_scaling) or not math.isfinite(reward_bias):
             raise ValueError("max_reward_clip must be positive, reward_scaling and reward_bias finite")
-        self._scaling, self._bias, self._clip = reward_scaling, reward_bias, max_reward_clip
+        self._scaling = reward_scaling
+        self._bias = reward_bias
+        self._clip = max_reward_clip
         self._key = output_key
 
     def inference(
@@ -128,7 +130,8 @@ class LogprobInterface:
     def __init__(self, output_key: str = "packed_ref_logprobs", temperature: float = 1.0) -> None:
         if not temperature > 0:
             raise ValueError(f"temperature must be positive, got {temperature}")
-        self._key, self._temperature = output_key, temperature
+        self._key = output_key
+        self._temperature = temperature
 
     def inference(
         self, model: Model, sample: SequenceSample, context: CallContext

@@ -19,7 +19,8 @@ from realhf.base.text import close_to
 
 CLIP_OPTIONS = ("eps_clip", "eps_clip_higher", "c_clip", "ratio")
 """Options of the section ppo that only some losses read."""
-LOSS, ADVANTAGES = "loss", "adv_estimator"
+LOSS = "loss"
+ADVANTAGES = "adv_estimator"
 """The options of the section ppo that name what an algorithm may bring itself."""
 _ARGUMENTS = {"loss": ("terms", "ppo", "own"), "advantages": ("scores", "valid", "group", "own")}
 

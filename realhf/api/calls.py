@@ -16,8 +16,12 @@ from realhf.api.evaluation import EpisodeResult
 from realhf.api.generation import HeldTensor, WeightsManifest
 from realhf.base.messages import Call, Message
 
-ENV_ERROR, ENGINE_ERROR, AGENT_ERROR = "env_error", "engine_error", "agent_error"
-TIMEOUT, CANCELLED, SAMPLE_REJECTED = "timeout", "cancelled", "rejected"
+ENV_ERROR = "env_error"
+ENGINE_ERROR = "engine_error"
+AGENT_ERROR = "agent_error"
+TIMEOUT = "timeout"
+CANCELLED = "cancelled"
+SAMPLE_REJECTED = "rejected"
 
 
 class RolloutLease(Message, frozen=True):
@@ -62,7 +66,9 @@ def rank_of(ref: Sequence[int]) -> int:
     return ref[3] if len(ref) > 3 else 0
 
 
-ACCEPTED, DUPLICATE, REFUSED = "accepted", "duplicate", "refused"
+ACCEPTED = "accepted"
+DUPLICATE = "duplicate"
+REFUSED = "refused"
 """Answers to an arrival. ``accepted``: it will be trained; ``duplicate``: this attempt was accepted before, through the
 same receiver; ``refused``: another attempt counts, or none, or this one was accepted through another receiver."""
 
@@ -302,7 +308,8 @@ class PublishWeightsAnswer(Message, frozen=True):
     restored: list[list[float]] = field(default_factory=list)
 
 
-TRIAL_CHANGE, TRIAL_RESTORE = 1, 2
+TRIAL_CHANGE = 1
+TRIAL_RESTORE = 2
 """Steps of a self-test of weight updates."""
 PROGRESS = Call("progress", Nothing, ProgressAnswer)
 EVALUATE = Call("evaluate", EvaluateRequest, EvaluateAnswer)

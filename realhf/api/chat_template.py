@@ -109,7 +109,8 @@ class TemplateChat:
         """Return the ids of the messages that a policy reads first, with the cue for its turn. ``tools`` are JSON
         schemas, rendered as the template does; no system prompt is added. Raises ChatTemplateError, also for tools
         that the template does not read."""
-        plain, schemas = _for_template(messages), self._schemas(tools)
+        plain = _for_template(messages)
+        schemas = self._schemas(tools)
         key = _key(plain, schemas)
         return self._opening(plain, schemas) if key is None else self._cached_opening(key).tolist()
 
@@ -121,7 +122,8 @@ class TemplateChat:
         template writes); then the template's end is left out as far as it was sampled, all of it where the sampled one
         stands in its place. ``tools`` are those of the opening. Raises ChatTemplateError, also for tools or a role that
         the template does not show after a policy turn."""
-        plain, schemas = _for_template(messages), self._schemas(tools)
+        plain = _for_template(messages)
+        schemas = self._schemas(tools)
         key = _key(plain, schemas)
         ids = self._following(plain, schemas) if key is None else self._cached_following(key).tolist()
         if ended:
@@ -156,7 +158,8 @@ class TemplateChat:
         if message.get("reasoning_content"):
             return self._encode_reasoned(message, tools)
         content = str(message.get("content") or "")
-        turn, schemas = _for_template([message])[0], self._schemas(tools)
+        turn = _for_template([message])[0]
+        schemas = self._schemas(tools)
         if turn.get("tool_calls"):
             text = self._written(turn, schemas)
             if not all(call.get("function", call)["name"] in text for call in turn["tool_calls"]):
@@ -219,12 +222,14 @@ class TemplateChat:
 
     def _encode_reasoned(self, message: Mapping[str, Any], tools: Tools) -> list[int]:
         """Return the ids of a turn with reasoning, which templates write in the last turn of a conversation."""
-        turn, schemas = _for_template([message])[0], self._schemas(tools)
+        turn = _for_template([message])[0]
+        schemas = self._schemas(tools)
         head = [*self._system, {"role": "user", "content": "task"}]
         before = self._render(head, schemas, generation=True)
         whole = self._render([*head, turn], schemas, generation=False)
         text = whole.removeprefix(before).removesuffix(self._turn_end)
-        thought, words = message["reasoning_content"].strip(), (message.get("content") or "").strip()
+        thought = message["reasoning_content"].strip()
+        words = (message.get("content") or "").strip()
         calls = turn.get("tool_calls") or ()
         names = [call.get("function", call)["name"] for call in calls]
         if len(text) != len(whole) - len(before) - len(self._turn_end) or not whole.startswith(before):
@@ -328,7 +333,8 @@ class TemplateChat:
 
     def _framing(self) -> str:
         """Return what the template writes around messages, of all roles that it shows."""
-        user, said = {"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}
+        user = {"role": "user", "content": _PROBE}
+        said = {"role": "assistant", "content": _PROBE}
         function = {"name": "tool", "arguments": {}}
         calls = {**said, "tool_calls": [{"type": "function", "id": "call00000", "function": function}]}
         told = {"role": "tool", "name": "tool", "tool_call_id": "call00000", "content": _PROBE}
@@ -347,7 +353,8 @@ class TemplateChat:
 
     def _after_calls(self, tail: list[dict[str, Any]], tools: list[dict[str, Any]], *, generation: bool) -> str:
         """Return what ``_after_marker`` does, for a template that shows a ``tool`` message after a call only."""
-        said, calls = {"role": "assistant", "content": _MARKER}, []
+        said = {"role": "assistant", "content": _MARKER}
+        calls = []
         answers = [dict(message) for message in tail]
         for number, answer in enumerate(answer for answer in answers if answer["role"] == "tool"):
             answer["tool_call_id"] = answer.get("tool_call_id") or f"call{number:05d}"
@@ -591,7 +598,8 @@ def open_tag_start(text: str) -> int:
 def boundary(ids: Sequence[int], decode: Decode, place: int) -> int | None:
     """Return how many of ``ids`` make up the first ``place`` characters of their text; None where a token crosses that
     place."""
-    low, high = 0, len(ids)
+    low = 0
+    high = len(ids)
     while low < high:
         middle = (low + high) // 2
         if len(decode(ids[:middle])) < place:

@@ -298,7 +298,8 @@ class DatasetConfig:
     def problems(self, name: str) -> Iterator[str]:
         """Report an option that the selected curriculum does not read."""
         unused = "untried_share" if self.curriculum == "priority" else "priority"
-        value, default = getattr(self, unused), {} if unused == "priority" else DatasetConfig.untried_share
+        value = getattr(self, unused)
+        default = {} if unused == "priority" else DatasetConfig.untried_share
         if value != default:
             yield f"{name}.{unused}={value}: has no effect with {name}.curriculum={self.curriculum}"
 

@@ -99,7 +99,8 @@ TURN_IDS = "turn_ids"
 TURN_KEYS = (TURN_IDS, "turn_rewards", "turn_states")
 """Made by rollouts where a call of the graph has them among its inputs."""
 
-FEEDBACK_PROMPT, FEEDBACK_RATIOS = "feedback_prompt_ids", "feedback_logratios"
+FEEDBACK_PROMPT = "feedback_prompt_ids"
+FEEDBACK_RATIOS = "feedback_logratios"
 """The prompt of a row with feedback in it, made by rollouts where a call has it among its inputs; and what the policy
 makes of the row's tokens when it has read that."""
 NONE, ERRORS, SOLVED, ANY = FEEDBACKS = ("none", "errors", "solved", "any")

@@ -16,7 +16,9 @@ from realhf.api.config import ConfigError
 if TYPE_CHECKING:
     from realhf.api.config import ModelConfig
 
-SINGLE, REPLICATED, SHARDED = "torch", "ddp", "fsdp2"
+SINGLE = "torch"
+REPLICATED = "ddp"
+SHARDED = "fsdp2"
 """Backends of this package: on one worker, with a copy of the model on each, with the model cut over all."""
 
 
@@ -64,7 +66,9 @@ class Parallel:
 def parallel_of(role: str, config: ModelConfig) -> Parallel:
     """Return how the workers of ``role`` train together. Raises ConfigError, with the numbers, for what cannot be: a
     backend for one worker on several, or sizes whose product is not the number of workers."""
-    workers, asked, backend = len(config.workers), config.parallel, config.backend
+    workers = len(config.workers)
+    asked = config.parallel
+    backend = config.backend
     if asked.tp > 1:
         raise ConfigError(f"{role}.parallel.tp={asked.tp}: no backend cuts layers; set 1, and cut the model with fsdp")
     if config.compile and config.lora.rank:

@@ -37,7 +37,8 @@ class Lengths:
         ends_fit = offsets.size and offsets[0] == 0 and offsets[-1] == len(values)
         if not ends_fit or (len(offsets) > 2 and (np.diff(offsets) < 0).any()):
             raise ValueError("offsets of sequence lengths do not cover them in order")
-        self.values, self.offsets = values, offsets
+        self.values = values
+        self.offsets = offsets
         self._rows: IntArray | None = None
 
     @staticmethod
@@ -151,7 +152,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
     if not a.numel():
         return True
-    flat_a, flat_b = a.cpu().reshape(-1), b.cpu().reshape(-1)
+    flat_a = a.cpu().reshape(-1)
+    flat_b = b.cpu().reshape(-1)
     return torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8))
 
 
@@ -261,8 +263,12 @@ class SequenceSample:
         metadata: dict[str, list[Any]],
     ) -> SequenceSample:
         self = object.__new__(cls)
-        self._ids, self._lengths, self._dtypes = ids, lengths, dtypes
-        self._trailing, self._data, self._metadata = trailing, data, metadata
+        self._ids = ids
+        self._lengths = lengths
+        self._dtypes = dtypes
+        self._trailing = trailing
+        self._data = data
+        self._metadata = metadata
         return self
 
     def _check(self) -> None:
@@ -549,9 +555,11 @@ def choose_sequences(sample: SequenceSample, keep: Bools) -> SequenceSample | No
     for key in sorted(sample.keys):
         held = sample.lengths(key)
         if np.array_equal(held.offsets, offsets):
-            chosen, bounds = keep, ends
+            chosen = keep
+            bounds = ends
         elif len(held.values) == len(sample) and (np.diff(held.offsets) == 1).all():
-            chosen, bounds = member, np.arange(int(member.sum()) + 1, dtype=np.int64)
+            chosen = member
+            bounds = np.arange(int(member.sum()) + 1, dtype=np.int64)
         else:
             raise ValueError(f"key {key!r} does not have one length per sequence")
         tensors[key] = _rows(sample[key], np.repeat(chosen, held.values))

@@ -50,7 +50,8 @@ def _check_lengths(
 ) -> None:
     own = sample.lengths(spec.name)
     if not np.array_equal(own.offsets, reference.offsets):
-        counts, others = np.diff(own.offsets), np.diff(reference.offsets)
+        counts = np.diff(own.offsets)
+        others = np.diff(reference.offsets)
         at = int(np.flatnonzero(counts != others)[0])
         raise ValueError(
             f"{spec.name} of sample {sample.ids[at]!r} has {counts[at]} sequences, {leader} has {others[at]}"

@@ -63,7 +63,8 @@ class GroupSignal:
     def of(self, result: SampleResult) -> bool:
         """Return whether the group that became ``result`` does."""
         found = [reward for reward in result.rewards if reward is not None]
-        low, high = -np.inf if self.low is None else self.low, np.inf if self.high is None else self.high
+        low = -np.inf if self.low is None else self.low
+        high = np.inf if self.high is None else self.high
         if len(found) < self.least or len(found) <= self.k:
             return False
         ordered = np.sort(np.clip(np.array([*found, *result.branch_rewards], np.float32), low, high))

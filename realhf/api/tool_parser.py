@@ -14,7 +14,10 @@ from typing import Any
 
 from realhf.api.environment import AssistantMessage, ToolCall
 
-HERMES, XML, LLAMA, PLAIN = "hermes", "xml", "llama", "plain"
+HERMES = "hermes"
+XML = "xml"
+LLAMA = "llama"
+PLAIN = "plain"
 FAMILIES = (HERMES, XML, LLAMA, PLAIN)
 """How tool calls are written: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen 2.5 and 3,
 SmolLM); ``<tool_call><function=name><parameter=key>`` (Qwen3-Coder); ``{"name": ..., "parameters": {...}}`` as the
@@ -45,8 +48,10 @@ def unread_variables(template: str, names: Iterable[str]) -> list[str]:
 
 
 MAX_CALLS = 64
-_THINK, _THOUGHT = "<think>", "</think>"
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THINK = "<think>"
+_THOUGHT = "</think>"
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
 _TAG = re.compile(r"</?think>|<tool_call>")
 _THINK_TAG = re.compile(r"</?think>")
@@ -69,7 +74,8 @@ def parse_turn(
     arguments are no text, for the family whose calls are not JSON.
     """
     if family == LLAMA:
-        reasoning, (content, calls) = "", _llama_calls(text)
+        reasoning = ""
+        (content, calls) = _llama_calls(text)
         if not calls or any(call.problem for call in calls):
             reasoning, content, _ = _scan(text, None)
             content, calls = _llama_calls(content)
@@ -97,7 +103,10 @@ def _scan(text: str, read: _Read | None) -> tuple[str, str, list[ToolCall]]:
             thoughts.append(text[place:] if end < 0 else text[place:end])
             place = len(text) if end < 0 else end + len(_THOUGHT)
         elif found[0] == _THOUGHT:
-            thoughts, said, calls, swallowed = [], [], [], found.start()
+            thoughts = []
+            said = []
+            calls = []
+            swallowed = found.start()
         elif len(calls) >= MAX_CALLS:
             calls.append(broken_call(f"a turn has at most {MAX_CALLS} calls", text[found.start() :], len(calls)))
             place = len(text)
@@ -251,7 +260,8 @@ def call_id(position: int) -> str:
 def _arguments(value: Any, key: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise CallProblem(f"a call is a JSON object, not {_kind(value)}")
-    name, arguments = value.get("name"), value.get(key, {})
+    name = value.get("name")
+    arguments = value.get(key, {})
     if not isinstance(name, str) or not name.strip() or len(name) > MAX_NAME_CHARS:
         raise CallProblem(f"the name of a call is a text of 1 to {MAX_NAME_CHARS} characters")
     if unknown := [other for other in value if other not in ("name", key) and other not in _IGNORED]:
@@ -316,7 +326,8 @@ def read_xml_call(text: str, start: int, tools: Sequence[Mapping[str, Any]]) -> 
     function = _FUNCTION.match(text, start)
     if function is None:
         raise CallProblem("<function=...> does not follow <tool_call>")
-    name, place = function[1].strip(), function.end()
+    name = function[1].strip()
+    place = function.end()
     types = _types(name, tools)
     arguments: dict[str, Any] = {}
     while (parameter := _PARAMETER.match(text, place)) is not None:

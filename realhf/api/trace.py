@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from realhf.api.rollout import RolloutOutcome
 
-GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT = "generate", "env", "train", "ref", "weights", "wait"
+GENERATE = "generate"
+ENV = "env"
+TRAIN = "train"
+REF = "ref"
+WEIGHTS = "weights"
+WAIT = "wait"
 KINDS = (GENERATE, ENV, TRAIN, REF, WEIGHTS, WAIT)
 STEP = "step"
 """Name of the instant that ends a train step; its argument ``step`` counts from 1."""

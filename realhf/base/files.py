@@ -29,7 +29,8 @@ _PROBE_BYTES = 1 << 20
 
 def disk_reason(error: BaseException) -> str:
     """Why the disk is to blame for an error, here or in another process that put it into words; "" where it is not."""
-    number, text = getattr(error, "errno", None), str(error)
+    number = getattr(error, "errno", None)
+    text = str(error)
     return next((os.strerror(every) for every in DISK_ERRORS if every == number or os.strerror(every) in text), "")
 
 
@@ -288,11 +289,13 @@ class LineTail:
             raise
         with file:
             about = os.fstat(file.fileno())
-            file_id, head = (about.st_dev, about.st_ino), file.read(_HEAD_BYTES)
+            file_id = (about.st_dev, about.st_ino)
+            head = file.read(_HEAD_BYTES)
             fresh = file_id != self._file_id or about.st_size < self._offset or not head.startswith(self._head)
             if fresh:
                 self.epoch += self._file_id is not None
-                self._file_id, self._offset = file_id, 0
+                self._file_id = file_id
+                self._offset = 0
             self._head = head[: about.st_size]
             if fresh and self._tail_bytes is not None and about.st_size > self._tail_bytes:
                 file.seek(0)

@@ -113,7 +113,8 @@ def size_of(config: Mapping[str, Any]) -> ModelSize:
     embeddings = int(text["vocab_size"]) * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
     embeddings += int(text.get("n_positions") or 0) * hidden
     parameters = sum(map(math.prod, matrices)) + 2 * hidden * len(layers) + embeddings + hidden
-    inner, key_values = max(inner for _, inner, _ in blocks), sum(kept for _, _, kept in blocks)
+    inner = max(inner for _, inner, _ in blocks)
+    key_values = sum(kept for _, _, kept in blocks)
     return ModelSize(parameters, matrices, len(layers), hidden, inner, key_values)
 
 
@@ -131,7 +132,8 @@ def _block(layer: Mapping[str, Any], hidden: int) -> tuple[list[tuple[int, int]]
     return [*block, *[(hidden, each)] * experts], inner, 2 * kv_heads * head
 
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 _OF_FULL_LAYERS = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """Options of layers that see all tokens, and the names that they have in the published files of Gemma 4, where
 ``attention_k_eq_v`` decides on the second."""
@@ -141,7 +143,8 @@ def layer_options(text: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the options of each layer of the decoder that ``text`` describes: in some models layers have values of
     their own, in ``per_layer_config``. Raises KeyError or TypeError where the number of layers is not there."""
     number = int(text.get("num_hidden_layers") or text["n_layer"])
-    kinds, given = text.get("layer_types"), text.get("per_layer_config")
+    kinds = text.get("layer_types")
+    given = text.get("per_layer_config")
     own = {int(index): options for index, options in given.items()} if isinstance(given, Mapping) else {}
     full = {option: text.get(name) for option, name in _OF_FULL_LAYERS.items() if text.get(name)}
     if text.get("attention_k_eq_v") is False:
@@ -364,7 +367,9 @@ def _odd_head(text: Mapping[str, Any]) -> int | None:
 
 
 def _head_width(layer: Mapping[str, Any]) -> int | None:
-    width, heads, hidden = layer.get("head_dim"), layer.get("num_attention_heads"), layer.get("hidden_size")
+    width = layer.get("head_dim")
+    heads = layer.get("num_attention_heads")
+    hidden = layer.get("hidden_size")
     if not isinstance(width, int) and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         width = hidden // heads
     return width if isinstance(width, int) else None

@@ -15,7 +15,8 @@ import psutil
 
 from realhf.base.process import host_token
 
-MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MOUNT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
 
 
 def groups(controller: str, mount: Path = MOUNT, own: Path = OWN) -> Iterator[Path]:
@@ -151,7 +152,8 @@ class LoadOfSteps:
                 loads[token] = load
         found: dict[str, float] = {}
         for token, now in loads.items():
-            name, before = self._names[token], self._before.get(token)
+            name = self._names[token]
+            before = self._before.get(token)
             passed = now.whole_s - before.whole_s if before else -1.0
             if before and passed > 0:
                 self._cpu[token] = min(1.0, max(0.0, (now.busy_s - before.busy_s) / passed))

@@ -220,7 +220,8 @@ class LoopWatch:
     """Watches a loop that runs on another thread, ``ident``. Call ``look`` from time to time, on one thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ident: int) -> None:
-        self._loop, self._ident = loop, ident
+        self._loop = loop
+        self._ident = ident
         self._answered = threading.Event()
         self._answered.set()
         self._asked = process_clock.now()

@@ -41,7 +41,8 @@ def _at_home(
 ) -> list[list[int]]:
     """Let each part have what is at home there up to the limit, then place the rest."""
     parts: list[list[int]] = [[] for _ in range(n_parts)]
-    loads, away = [0] * n_parts, list[int]()
+    loads = [0] * n_parts
+    away = list[int]()
     for index in order:
         home = homes[index]
         if home is None or loads[home] + int(costs[index]) > limit:

@@ -75,13 +75,15 @@ class _Place:
             sums = self._sums(raw, level)
             if len(sums) <= LAST_ROWS:
                 return sums
-            raw, level = sums.view(torch.int8).reshape(-1), level + 1
+            raw = sums.view(torch.int8).reshape(-1)
+            level = level + 1
 
     def _sums(self, raw: Tensor, level: int) -> Tensor:
         """Return the sums of all rows of ``raw``, int32 (rows, ``SUMS``)."""
         import torch
 
-        keys, whole = self._keys_of(level), len(raw) - len(raw) % ROW_BYTES
+        keys = self._keys_of(level)
+        whole = len(raw) - len(raw) % ROW_BYTES
         rows = raw[:whole].view(-1, ROW_BYTES)
         found = [self._product(part, *keys) for part in rows.split(self._block)] if whole else []
         if whole < len(raw):

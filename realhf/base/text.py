@@ -54,7 +54,8 @@ def close_to(name: str, known: Sequence[str]) -> str:
 def quote_states(text: str) -> Iterator[tuple[str, str, bool]]:
     """Yield every character with the state after it: the quote character that is open ("" outside of quotes), and
     whether the character is a backslash that escapes the next one."""
-    quote, escaped = "", False
+    quote = ""
+    escaped = False
     for char in text:
         if escaped:
             escaped = False

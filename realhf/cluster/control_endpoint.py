@@ -228,7 +228,8 @@ class ControlEndpoint:
             self._refuse(identity, session[:16], f"versions differ: {different}")
 
     def _take(self, identity: bytes, header: dict[str, Any], payload: list[Any]) -> None:
-        kind, session = envelope.field(header, "kind", str), envelope.field(header, "session", bytes)[:16]
+        kind = envelope.field(header, "kind", str)
+        session = envelope.field(header, "session", bytes)[:16]
         if self._closing:
             if kind == "leave":
                 with self._lock:

@@ -155,7 +155,8 @@ class FileTransfer:
             yield FilePiece(there, 0, text.encode(), True)
         for here, there in self.files.items():
             with here.open("rb") as file:
-                size, offset = here.stat().st_size, 0
+                size = here.stat().st_size
+                offset = 0
                 while offset < size or offset == 0:
                     data = file.read(PIECE_BYTES)
                     yield FilePiece(there, offset, data, offset + len(data) >= size)

@@ -174,7 +174,8 @@ class ClusterScheduler:
             return
         self._probe_folders(control, spec)
         places = self._table.candidates()
-        wish, strict = spec.host, bool(spec.host)
+        wish = spec.host
+        strict = bool(spec.host)
         if not wish:
             wish = self._wished_host(spec.name)
             strict = spec.name not in self._placed_once

@@ -354,7 +354,9 @@ class ModelFunctionCall:
         longest = {name: max(getattr(answer, name) for answer in answers) for name in ("compute_s", "fetch_s")}
         if together:
             self._check_ranks(shards, answers, step)
-            shards, answers, parts = shards[:1], answers[:1], parts[:1]
+            shards = shards[:1]
+            answers = answers[:1]
+            parts = parts[:1]
         outputs = [self._parse_outputs(shard, answer, step) for shard, answer in zip(shards, answers, strict=True)]
         metas = [output for output in outputs if output is not None]
         for shard, output in zip(shards, metas, strict=False):

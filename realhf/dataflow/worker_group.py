@@ -172,7 +172,8 @@ def check_agreement(stats: Sequence[Mapping[str, Any]], workers: Sequence[str]) 
     """Raise RanksDiffer unless all ranks report the same statistics; durations may differ."""
     for worker, others in zip(workers[1:], stats[1:], strict=True):
         for name in sorted({*stats[0], *others}):
-            first, other = stats[0].get(name), others.get(name)
+            first = stats[0].get(name)
+            other = others.get(name)
             if not name.endswith(DURATION) and not _same(first, other):
                 raise RanksDiffer(f"{name} is {first} on {workers[0]} and {other} on {worker}")
 
@@ -239,7 +240,8 @@ class Roles:
             answer = await ask(
                 self._caller, members[0], OPEN_WORLD, OpenWorldRequest(several_hosts), timeout_s=self._timeout_s
             )
-            world, token = answer.address, secrets.token_hex(16)
+            world = answer.address
+            token = secrets.token_hex(16)
         await self._ask_all(INITIALIZE, [InitializeRequest(world, token)] * len(self.workers))
 
     async def gather_weights(self, role: str) -> None:

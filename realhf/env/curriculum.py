@@ -324,7 +324,10 @@ def _even_draws(rng: random.Random, items: Sequence[Any], weights: Sequence[floa
     """Make ``count`` weighted draws that hit each item within one of its expected number (systematic resampling), in
     random order: a batch then follows the weights as closely as it can."""
     step = sum(weights) / count
-    position, cumulative, index, drawn = rng.random() * step, weights[0], 0, []
+    position = rng.random() * step
+    cumulative = weights[0]
+    index = 0
+    drawn = []
     for _ in range(count):
         while position >= cumulative and index + 1 < len(items):
             index += 1
@@ -441,13 +444,15 @@ class PriorityCurriculum(Curriculum[T]):
         return [ranked[index % len(ranked)] for index in range(count)]
 
     def _learn(self, template_id: Any, record: TemplateRecord, result: float) -> None:
-        rule, due = self.rule, self._due(record, before=1)
+        rule = self.rule
+        due = self._due(record, before=1)
         record.results = [*record.results, result][-rule.window :]
         mastered = record.attempts >= rule.mastery_attempts and self.success_rate(template_id) >= rule.mastery_rate
         if not mastered:
             record.interval = 0
         elif not record.graduated:
-            record.interval, record.reference = rule.first_interval, self._episodes
+            record.interval = rule.first_interval
+            record.reference = self._episodes
         elif due:
             passed = result >= rule.mastery_rate
             record.interval = min(2 * record.interval, rule.longest_interval) if passed else rule.first_interval
@@ -458,7 +463,8 @@ class PriorityCurriculum(Curriculum[T]):
 
     def _promote(self) -> None:
         """Move to the next group when this one goes well; there is no way back."""
-        rule, count = self.rule, len(self._group_results)
+        rule = self.rule
+        count = len(self._group_results)
         if self._group_index + 1 == len(self._groups):
             return
         rate = decayed_rate(self._group_results, rule.decay)

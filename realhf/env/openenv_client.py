@@ -206,7 +206,8 @@ class OpenEnvClient:
 
     async def close(self) -> None:
         """Say goodbye and close, within seconds; harmless when the server is gone or hangs, or when repeated."""
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is None:
             return
         try:
@@ -221,7 +222,9 @@ class OpenEnvClient:
 
     def abort(self) -> None:
         """Drop the connection without a word; call it on the loop."""
-        connection, self._connection, self._asking = self._connection, None, False
+        connection = self._connection
+        self._connection = None
+        self._asking = False
         if connection is not None:
             connection.transport.abort()
 
@@ -270,7 +273,8 @@ class OpenEnvClient:
 
 
 def _said(data: Mapping[str, Any]) -> EnvError:
-    retryable, details = data.get("retryable") is True, data.get("errors")
+    retryable = data.get("retryable") is True
+    details = data.get("errors")
     kind = str(data.get("kind"))
     kind = kind if kind in FAILURE_KINDS else ""
     return EnvError(data["code"], data["message"], retryable=retryable, details=details, kind=kind)
@@ -353,7 +357,8 @@ async def _exchange(host: str, port: int, secure: SSLContext | bool | None, requ
     reader, writer = await asyncio.open_connection(host, port, ssl=secure)
     try:
         writer.write(request)
-        chunks, size = [], 0
+        chunks = []
+        size = 0
         while size < _MOST_BYTES and (chunk := await reader.read(1 << 16)):
             chunks.append(chunk)
             size += len(chunk)

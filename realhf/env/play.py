@@ -54,7 +54,13 @@ def _line(before: str) -> str:
         return ""
 
 
-SAY, CALL, HELP, TOOLS, RESTART, NEXT, QUIT = "say", "call", "help", "tools", "restart", "next", "quit"
+SAY = "say"
+CALL = "call"
+HELP = "help"
+TOOLS = "tools"
+RESTART = "restart"
+NEXT = "next"
+QUIT = "quit"
 HELP_TEXT = """\
 Type what a policy would say. A line that ends with a backslash goes on in the next one.
 /tool NAME key=value ...   call a tool by hand; values with spaces stand in quotes
@@ -293,7 +299,9 @@ class Game:
 
     def _begin(self, task: Task, split: str, seed: int) -> bool:
         self._board.title(self._spec, task, split, seed)
-        self._return, self._over, self._opening = 0.0, True, None
+        self._return = 0.0
+        self._over = True
+        self._opening = None
         try:
             if self._environment is None:
                 self._environment = self._made()
@@ -305,12 +313,14 @@ class Game:
         problems = problems or [*tool_problems(opening.tools)]
         if problems:
             return self._refused(problems)
-        self._opening, self._over = opening, False
+        self._opening = opening
+        self._over = False
         self._board.opening(self._spec.system_prompt, opening)
         return True
 
     def _say(self, typed: Typed, task: Task) -> bool:
-        environment, opening = self._environment, self._opening
+        environment = self._environment
+        opening = self._opening
         assert environment is not None and opening is not None
         message = self._message(typed, opening.tools)
         try:
@@ -352,7 +362,8 @@ class Game:
         return False
 
     def _release(self) -> None:
-        environment, self._environment = self._environment, None
+        environment = self._environment
+        self._environment = None
         if environment is not None:
             self._call("close", "", environment.close)
 

@@ -245,7 +245,8 @@ def _chosen_path(section: str, given: dict[str, str], config_dir: Path, own: Pat
 
     It is chosen by ``option``, by the file of ``section=NAME``, or by the experiment's YAML file ``own``. A path
     in ``given`` is made absolute, so that every process finds it."""
-    name, option = option, f"{section}.{option}"
+    name = option
+    option = f"{section}.{option}"
     if option in given:
         given[option] = absolute(given[option].strip("'\""))
         return given[option]

@@ -212,7 +212,8 @@ UNSEEN = 50
 
 def check_group_signal(run: Evidence) -> Iterator[Advisory]:
     """Most groups have no signal."""
-    signal, groups = finite_values(run.recent, SIGNAL), finite_values(run.recent, ALL_GROUPS)
+    signal = finite_values(run.recent, SIGNAL)
+    groups = finite_values(run.recent, ALL_GROUPS)
     if len(signal) < RECENT or not sum(groups) or not 0 < sum(signal) < LITTLE_SIGNAL * sum(groups):
         return
     yield Advisory(
@@ -228,7 +229,8 @@ def check_group_signal(run: Evidence) -> Iterator[Advisory]:
 
 def check_length(run: Evidence) -> Iterator[Advisory]:
     """Answers have become much longer or much shorter."""
-    before, now = mean(run.early, "length/mean"), mean(run.recent, "length/mean")
+    before = mean(run.early, "length/mean")
+    now = mean(run.recent, "length/mean")
     if before is None or now is None or before <= 0 or 1 / GROWN <= now / before <= GROWN:
         return
     longer = now > before
@@ -270,7 +272,8 @@ def check_evaluation_age(run: Evidence) -> Iterator[Advisory]:
     """The last evaluation is old."""
     if not run.rows or not run.evaluations:
         return
-    steps, now = [step for step, _ in run.evaluations], step_of(run.rows[-1])
+    steps = [step for step, _ in run.evaluations]
+    now = step_of(run.rows[-1])
     longest = max((later - step for step, later in pairwise(steps)), default=0)
     limit = max(MIN_STEPS, LATE * longest) if longest else UNSEEN
     if now - steps[-1] > limit:
@@ -335,7 +338,8 @@ def check_held_out_turns(run: Evidence) -> Iterator[Advisory]:
     if not points:
         return
     step, last = points[-1]
-    share, episodes = last.get("out_of_turns"), last.get("episodes")
+    share = last.get("out_of_turns")
+    episodes = last.get("episodes")
     if share is None or not episodes or share <= OUT_OF_TURNS:
         return
     yield Advisory(
@@ -403,7 +407,8 @@ SKIPPED = "policy/skipped"
 
 def check_entropy(run: Evidence) -> Iterator[Advisory]:
     """The entropy of the policy has collapsed."""
-    before, now = mean(run.early, "policy/entropy"), mean(run.recent, "policy/entropy")
+    before = mean(run.early, "policy/entropy")
+    now = mean(run.recent, "policy/entropy")
     if before is None or now is None or before <= 0 or now >= COLLAPSED * before:
         return
     since = _find_start_or_recent(run, below("policy/entropy", COLLAPSED * before))
@@ -419,7 +424,8 @@ def check_entropy(run: Evidence) -> Iterator[Advisory]:
 
 def check_kl(run: Evidence) -> Iterator[Advisory]:
     """The policy leaves its reference."""
-    before, now = mean(run.early, "policy/kl_ref"), mean(run.recent, "policy/kl_ref")
+    before = mean(run.early, "policy/kl_ref")
+    now = mean(run.recent, "policy/kl_ref")
     if now is None or not (now > DRIFTED_KL or (before is not None and now > max(SOME_KL, GROWN_KL * before))):
         return
     limit = DRIFTED_KL if before is None else min(DRIFTED_KL, max(SOME_KL, GROWN_KL * before))
@@ -435,7 +441,8 @@ def check_kl(run: Evidence) -> Iterator[Advisory]:
 
 def check_mismatch(run: Evidence) -> Iterator[Advisory]:
     """Engine and trainer disagree more and more about the same tokens."""
-    before, now = mean(run.early, "mismatch/kl"), mean(run.recent, "mismatch/kl")
+    before = mean(run.early, "mismatch/kl")
+    now = mean(run.recent, "mismatch/kl")
     if now is None or now <= MISMATCHED or (before is not None and now < GROWN_MISMATCH * before):
         return
     p99 = mean(run.recent, "mismatch/abs_p99")
@@ -540,7 +547,8 @@ DISCARDED = 0.2
 
 def check_failure_rate(run: Evidence) -> Iterator[Advisory]:
     """Many rollouts fail, or more than before."""
-    now, before = _failed_share(run.recent), _failed_share(run.early)
+    now = _failed_share(run.recent)
+    before = _failed_share(run.early)
     if now is None or not (now > MANY_FAILURES or (before is not None and now > max(SOME_FAILURES, RISEN * before))):
         return
     kinds: Counter[str] = Counter()
@@ -574,7 +582,9 @@ def check_failing_tasks(run: Evidence) -> Iterator[Advisory]:
     failed: Counter[str] = Counter()
     first: dict[str, int] = {}
     for line in run.index:
-        task, failure, step = line.get("template"), line.get("failure"), line.get("step")
+        task = line.get("template")
+        failure = line.get("failure")
+        step = line.get("step")
         if not isinstance(task, str) or not task or not isinstance(step, int):
             continue
         played[task] += 1
@@ -619,7 +629,8 @@ def check_throughput(run: Evidence) -> Iterator[Advisory]:
     if not before or now is None or now >= SLOWED * before:
         return
     since = _find_start_or_recent(run, below(SPEED, SLOWED * before))
-    seconds, usual = median(run.recent, "time/step"), median(run.rows[: len(run.rows) // 2], "time/step")
+    seconds = median(run.recent, "time/step")
+    usual = median(run.rows[: len(run.rows) // 2], "time/step")
     yield Advisory(
         "throughput_halved",
         WARNING,

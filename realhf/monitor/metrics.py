@@ -512,7 +512,8 @@ def success_by_group(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _compile_pattern(name: str) -> re.Pattern[str]:
-    words, parts = _PLACEHOLDER.split(name)[1::2], _PLACEHOLDER.split(name)[::2]
+    words = _PLACEHOLDER.split(name)[1::2]
+    parts = _PLACEHOLDER.split(name)[::2]
     inner = [f"(?P<{word}>{'[^/]+' if word in _ONE_PART else '.+'})" for word in words]
     return re.compile(
         "".join(re.escape(part) + (inner[at] if at < len(inner) else "") for at, part in enumerate(parts))

@@ -33,7 +33,10 @@ from realhf.monitor.run_files import HostLanes
 
 TRACE_FOLDER = "trace"
 TRACE_FILE = "trace.json"
-COMPLETE, INSTANT, COUNTER, METADATA = "X", "i", "C", "M"
+COMPLETE = "X"
+INSTANT = "i"
+COUNTER = "C"
+METADATA = "M"
 _ORDER = ("launch", "master", "model_worker", "rollout_worker", "generation", "env")
 
 

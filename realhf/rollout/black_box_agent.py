@@ -159,7 +159,8 @@ def _as_message(argument: object) -> Message:
     try:
         message = ChatMessage.model_validate({"role": "assistant", **body, "tool_calls": calls})
     except ValidationError as error:
-        where, wrong = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        where = error.errors()[0]["loc"]
+        wrong = error.errors()[0]["msg"]
         raise TypeError(f"step takes a message of the chat API: {'.'.join(map(str, where))}: {wrong}") from None
     return Message("assistant", message.text(), message.calls())
 

@@ -409,7 +409,8 @@ class RunKeys:
     @staticmethod
     def make() -> RunKeys:
         """Generate new keys. Raises NetworkError if ZeroMQ was built without encryption or ``openssl`` is missing."""
-        server, client = CurvePair.make(), CurvePair.make()
+        server = CurvePair.make()
+        client = CurvePair.make()
         certificate, key = make_certificate()
         curve = (server.public, server.secret, client.public, client.secret)
         return RunKeys(*curve, token=secrets.token_urlsafe(32), certificate=certificate, certificate_key=key)

@@ -213,7 +213,8 @@ class StreamReceiver(Listener):
     ) -> None:
         if not 1 <= credits <= MAX_CREDITS:
             raise ValueError(f"credits must be 1 to {MAX_CREDITS}, got {credits}")
-        self._deliver, self._credits = deliver, credits
+        self._deliver = deliver
+        self._credits = credits
         self._batch: list[StreamMessage] = []
         self._open: dict[tuple[str, str, int], Request] = {}
         self._acked: collections.deque[StreamMessage] = collections.deque()

@@ -390,7 +390,8 @@ class RpcMaster:
             self._send_control(identity, session, "refused", reason=f"versions differ: {different}")
 
     def _dispatch(self, identity: bytes, header: dict[str, Any], payload: list[bytes]) -> None:
-        kind, session = header.get("kind"), envelope.field(header, "session", bytes)
+        kind = header.get("kind")
+        session = envelope.field(header, "session", bytes)
         if kind == "hello":
             self._hello(identity, header, session)
             return

@@ -21,11 +21,13 @@ from realhf.view.run_data import pack
 Array = np.ndarray[Any, Any]
 NONE = -1
 """Stands for no version and no staleness."""
-PLAYED_TOKENS, TRAINED_TOKENS = 1, 2
+PLAYED_TOKENS = 1
+TRAINED_TOKENS = 2
 MOST_GROUP = 64
 MOST_EXTRACTED = 1000
 _TEXTS = ("task", "template", "group", "env", "split", "failure")
-_LEAST, _MOST = -(2**31), 2**31 - 1
+_LEAST = -(2**31)
+_MOST = 2**31 - 1
 
 
 class RunRollouts:
@@ -81,7 +83,8 @@ class RunRollouts:
         """Return the last ``most_rows`` rows as ``packed`` does, and {id: what ``one`` returns} of the last rollouts,
         as many as make ``most_bytes`` of JSON; the others are called not kept. One that takes a quarter of the room or
         more is left out."""
-        rows, left = self.index()[-most_rows:], most_bytes
+        rows = self.index()[-most_rows:]
+        left = most_bytes
         found: dict[str, dict[str, Any]] = {}
         for row in [row for row in reversed(rows) if row.play.shard != NO_SHARD][: MOST_EXTRACTED if most_bytes else 0]:
             one = self.one(row.play.id)
@@ -105,7 +108,8 @@ class RunRollouts:
         first, and at last {done, searched, of}. ``deadline``: of ``process_clock.now``, after which it ends."""
         with self._lock:
             lines = [row.play for row in self._refreshed() if row.play.shard != NO_SHARD]
-        wanted, searched = text.casefold(), 0
+        wanted = text.casefold()
+        searched = 0
         members = [list(found) for _, found in itertools.groupby(sorted(lines, key=_place), key=_place)]
         members.sort(key=lambda found: -max(line.time for line in found))
         for member in members:
@@ -142,7 +146,8 @@ class RunRollouts:
         store = self._store
         seen = store.epoch, len(store.play.lines), len(store.train.lines), *store.problems
         if seen != self._seen:
-            self._seen, self._packed = seen, b""
+            self._seen = seen
+            self._packed = b""
             if store.play.lines or not self._rows:  # what was read of a folder that vanishes is still shown
                 self._rows = sorted(self._store.rows(), key=lambda row: row.step)
         return self._rows
@@ -206,7 +211,8 @@ def _without_record(row: Row) -> Row:
 
 
 def _packed(rows: Sequence[Row], problems: Sequence[str]) -> bytes:
-    plays, trains = [row.play for row in rows], [row.train for row in rows]
+    plays = [row.play for row in rows]
+    trains = [row.train for row in rows]
     codes: dict[str, Array] = {}
     tables: dict[str, list[str]] = {}
     for name in _TEXTS:

@@ -58,7 +58,8 @@ def run_origin(run_dir: Path) -> dict[str, Any]:
     content = read_json(run_dir / "provenance.json")
     if not isinstance(content, dict):
         return {}
-    git, packages = content.get("git"), content.get("packages")
+    git = content.get("git")
+    packages = content.get("packages")
     arguments = content.get("arguments")
     return {
         "command": shlex.join([*LAUNCH, *(masked(str(argument)) for argument in arguments)])
@@ -175,7 +176,8 @@ class Run:
 
     def described(self) -> dict[str, Any]:
         """Return what a list of runs says of this one."""
-        state, tags = self.state(), read_note(self.folder).tags
+        state = self.state()
+        tags = read_note(self.folder).tags
         known = {"name": self.name, "folder": str(self.folder), "state": state.kind, "text": state.text}
         return known | {"steps": self.metrics.steps, "tags": list(tags)}
 
@@ -183,7 +185,8 @@ class Run:
         """Return what the run was started with, where it came from, how far its environment's reward was proved ("" for
         a run without one), what a person has written about it, what happened to it, and which processes each host
         had."""
-        hosts, config = HostLanes(self.folder), run_config(self.folder)
+        hosts = HostLanes(self.folder)
+        config = run_config(self.folder)
         return {
             "config": config,
             "passport": told(self.folder / PASSPORT_FILE) if "env.path" in config else "",

@@ -65,7 +65,9 @@ class RunMetrics:
         with self._lock:
             lines = [*self._tail.lines()]
             if self._tail.epoch != self._epoch:
-                self._epoch, self.rows, self.unreadable = self._tail.epoch, [], 0
+                self._epoch = self._tail.epoch
+                self.rows = []
+                self.unreadable = 0
             for line in lines:
                 row = _row(line)
                 if row is None:

@@ -28,7 +28,12 @@ _FRESH_S = 90.0
 _LARGEST_FILE = 16 * 2**20
 """Bytes of the largest file that is read."""
 MARKS = ("config.yaml", "metrics.jsonl", "provenance.json")
-GONE, FOREIGN, STARTING, RUNNING, FINISHED, STOPPED = "gone", "foreign", "starting", "running", "finished", "stopped"
+GONE = "gone"
+FOREIGN = "foreign"
+STARTING = "starting"
+RUNNING = "running"
+FINISHED = "finished"
+STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,8 @@ def read_note(run_dir: Path) -> Note:
     content = read_json(run_dir / NOTE_FILE)
     if not isinstance(content, dict):
         return Note()
-    text, tags = content.get("text"), content.get("tags")
+    text = content.get("text")
+    tags = content.get("tags")
     known = [_shorten(tag, MOST_OF_TAG) for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
     return Note(
         _shorten(text, MOST_CHARACTERS) if isinstance(text, str) else "", tuple(dict.fromkeys(known))[:MOST_TAGS]

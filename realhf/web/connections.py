@@ -202,7 +202,8 @@ class _Guarded:
 
     def check_reading(self: Any) -> None:
         """Note whether the client has read anything of the answer since the last check."""
-        before, self.unread = self.unread, self.transport.get_write_buffer_size()
+        before = self.unread
+        self.unread = self.transport.get_write_buffer_size()
         self.stalled = self.unread == before
         self.reading = self.loop.call_later(self.head_s, self.check_reading)
 

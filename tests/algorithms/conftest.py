@@ -18,7 +18,8 @@ def rollout_batch():
     def build(groups, rewards, outcome=None, seed=0):
         g = torch.Generator().manual_seed(seed)
         lengths = [n for group in groups for n in group]
-        total, n = sum(lengths), len(lengths)
+        total = sum(lengths)
+        n = len(lengths)
         mask = torch.rand(total, generator=g) < 0.6
         tensors = {
             "packed_input_ids": torch.randint(0, 50, (total,), generator=g),

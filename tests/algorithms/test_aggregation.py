@@ -58,9 +58,13 @@ def ragged(seed: int) -> SequenceSample:
 
 def cells(sample: SequenceSample) -> list[tuple[int, int, int, int, int]]:
     """(position, group, rollout, row, turn) of every trained token, in plain numbers."""
-    tokens, found, at = PredictedTokens.of(sample), [], 0
-    turns, start = sample["turn_ids"].tolist(), 0
-    group, index = sample.group_index("packed_input_ids").tolist(), sample["rollout_index"].tolist()
+    tokens = PredictedTokens.of(sample)
+    found = []
+    at = 0
+    turns = sample["turn_ids"].tolist()
+    start = 0
+    group = sample.group_index("packed_input_ids").tolist()
+    index = sample["rollout_index"].tolist()
     for row, n in enumerate(sample.lengths("packed_input_ids").values.tolist()):
         for t in range(1, n):
             if tokens.mask[at]:
@@ -117,7 +121,8 @@ def test_turns_that_nobody_told_are_refused() -> None:
 
 def mixed(seed: int, junk: float = 0.0) -> SequenceSample:
     """A batch of which some tokens train by reward, some by cross-entropy, some by both; ``junk`` outside the mask."""
-    sample, g = ragged(seed), torch.Generator().manual_seed(seed)
+    sample = ragged(seed)
+    g = torch.Generator().manual_seed(seed)
     mask = PredictedTokens.of(sample).mask
     drawn = {
         key: torch.randint(0, 3, mask.shape, generator=g) / 2 for key in ("rl_weights", "kl_weights", "ce_weights")
@@ -133,7 +138,9 @@ def objective(options: Any, sample: SequenceSample, current: torch.Tensor, n_mbs
         torch.ones(PredictedTokens.of(sample).n_sequences).bool(),
     )
     assert part is not None
-    loss, gradient, stats = 0.0, torch.zeros_like(current), {}
+    loss = 0.0
+    gradient = torch.zeros_like(current)
+    stats = {}
     for piece in parts_of(part, MicroBatchSpec(n_mbs=n_mbs), Ranks()):
         own = current[piece.place].clone().requires_grad_()
         value, found = PolicyObjective(options, 0)(GivenOutputs(own), piece.sample)  # type: ignore[arg-type]
@@ -152,10 +159,12 @@ def test_each_component_is_aggregated_over_its_own_tokens(aggregation: str) -> N
         sample = mixed(seed)
         n = len(PredictedTokens.of(sample).mask)
         g = torch.Generator().manual_seed(50 + seed)
-        advantages, current = torch.randn(n, generator=g), -3 * torch.rand(n, generator=g)
+        advantages = torch.randn(n, generator=g)
+        current = -3 * torch.rand(n, generator=g)
         sample = replace_keys(sample, shifted={"advantages": advantages})
         loss, gradient, stats = objective(options, sample, current)
-        lp, ref = current.double().requires_grad_(), sample["packed_ref_logprobs"].double()
+        lp = current.double().requires_grad_()
+        ref = sample["packed_ref_logprobs"].double()
         by_token = {"rl_weights": -advantages * lp, "kl_weights": 0.3 * (lp - ref) ** 2 / 2, "ce_weights": -lp}
         expected: Any = 0.0
         for key, values in by_token.items():
@@ -183,7 +192,8 @@ def test_a_batch_without_components_is_one_where_all_tokens_count() -> None:
     sample = replace_keys(sample, shifted={"advantages": torch.randn(n, generator=g)})
     current = -3 * torch.rand(n, generator=g)
     told = replace_keys(sample, shifted={"rl_weights": torch.ones(n), "kl_weights": torch.ones(n)})
-    plain, same = objective(options, sample, current), objective(options, told, current)
+    plain = objective(options, sample, current)
+    same = objective(options, told, current)
     assert plain[0] == same[0] and torch.equal(plain[1], same[1]) and plain[2] == same[2]
 
 

@@ -44,7 +44,8 @@ def gae_of(sample, i):
     places = [t for t in range(len(tokens.mask)) if tokens.sequence[t] == i and tokens.mask[t]]
     kl = sample["packed_logprobs"].double() - sample["packed_ref_logprobs"].double()
     value = [float(sample["values"][t]) for t in places] + [0.0]
-    found, advantage = {}, 0.0
+    found = {}
+    advantage = 0.0
     for n in range(len(places) - 1, -1, -1):
         reward = -0.05 * max(-10.0, min(10.0, float(kl[places[n]])))
         reward += float(sample["rewards"][i]) if n == len(places) - 1 else 0.0
@@ -55,7 +56,8 @@ def gae_of(sample, i):
 
 def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_batch, tmp_path):
     """And they are those of the definition; failed rollouts have none. The critic's loss is that of its formula."""
-    critic, interface = tiny_critic(), CriticInterface(PPO, {"value_norm": True, "value_clip": 0.2})
+    critic = tiny_critic()
+    interface = CriticInterface(PPO, {"value_norm": True, "value_clip": 0.2})
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     sample, _ = valued(interface, critic, sample)
     interface.train_step(critic, sample, context(tmp_path))
@@ -88,7 +90,8 @@ def test_both_train_calls_make_the_same_advantages_of_the_same_inputs(rollout_ba
 
 @pytest.mark.slow
 def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns(rollout_batch, tmp_path):
-    critic, interface = tiny_critic(lr=3e-2), CriticInterface({**PPO, "gae_lambda": 1.0, "discount": 1.0})
+    critic = tiny_critic(lr=3e-2)
+    interface = CriticInterface({**PPO, "gae_lambda": 1.0, "discount": 1.0})
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     history = []
     for step in range(25):
@@ -105,7 +108,8 @@ def test_an_untrained_critic_says_nothing_and_a_trained_one_explains_the_returns
 def test_micro_batches_change_nothing(rollout_batch, tmp_path, spec):
     results = []
     for given in ({}, spec):
-        critic, interface = tiny_critic(), CriticInterface(PPO)
+        critic = tiny_critic()
+        interface = CriticInterface(PPO)
         sample, _ = valued(interface, critic, rollout_batch(GROUPS, REWARDS, OUTCOME))
         results.append((interface.train_step(critic, sample, context(tmp_path, **given)), weights(critic)))
     (one, after_one), (other, after_other) = results
@@ -125,10 +129,12 @@ def test_minibatches_update_several_times_and_the_clip_holds_predictions_back(ro
 
 def test_by_turns_the_critic_learns_the_states_in_which_turns_begin(rollout_batch, tmp_path):
     options = {**PPO, "credit": "turn"}
-    critic, interface = tiny_critic(), CriticInterface(options)
+    critic = tiny_critic()
+    interface = CriticInterface(options)
     sample, _ = valued(interface, critic, with_turns(rollout_batch(GROUPS, REWARDS, OUTCOME), REWARDS))
     stats = interface.train_step(critic, sample, context(tmp_path))
-    tokens, turn = PredictedTokens.of(sample), predicted(sample, "turn_ids")
+    tokens = PredictedTokens.of(sample)
+    turn = predicted(sample, "turn_ids")
     begun = {(int(tokens.sequence[t]), int(turn[t])) for t in range(len(turn)) if tokens.mask[t]}
     assert stats["n_values"] == len([pair for pair in begun if OUTCOME[pair[0]] == 0])
     advantages = PolicyGradientInterface(options).prepare(sample)[0]["advantages"]
@@ -151,7 +157,8 @@ def test_a_resumed_critic_goes_on_to_the_bit(rollout_batch, tmp_path):
     critic.engine.save_checkpoint(tmp_path / "checkpoint")
     state = interface.state_dict()
     expected = step(interface, critic, 1)
-    resumed, resumed_interface = tiny_critic(), CriticInterface(PPO)
+    resumed = tiny_critic()
+    resumed_interface = CriticInterface(PPO)
     resumed.engine.load_checkpoint(tmp_path / "checkpoint")
     resumed_interface.load_state_dict(state)
     assert step(resumed_interface, resumed, 1) == expected
@@ -164,7 +171,8 @@ def test_a_resumed_critic_goes_on_to_the_bit(rollout_batch, tmp_path):
     ids=["nothing valid", "one sequence", "equal rewards"],
 )
 def test_batches_with_little_in_them_train_what_there_is(rollout_batch, tmp_path, outcome, rewards, updates):
-    critic, interface = tiny_critic(), CriticInterface(PPO)
+    critic = tiny_critic()
+    interface = CriticInterface(PPO)
     sample, _ = valued(interface, critic, rollout_batch(GROUPS, rewards, outcome))
     before = weights(critic)
     stats = interface.train_step(critic, sample, context(tmp_path))
@@ -200,9 +208,11 @@ def test_missing_values_and_estimators_without_them_are_named(rollout_batch, tmp
 
 
 def test_the_actor_waits_while_the_critic_warms_up(rollout_batch, tmp_path):
-    critic, interface = tiny_critic(), CriticInterface(PPO)
+    critic = tiny_critic()
+    interface = CriticInterface(PPO)
     sample, _ = valued(interface, critic, rollout_batch(GROUPS, REWARDS, OUTCOME))
-    actor, policy = tiny_actor(), PolicyGradientInterface(PPO, first_step=1)
+    actor = tiny_actor()
+    policy = PolicyGradientInterface(PPO, first_step=1)
     before = weights(actor)
     waits = policy.train_step(actor, sample, context(tmp_path, 0))
     assert torch.equal(weights(actor), before) and waits["n_updates"] == 0 and waits["n_tokens"] > 0
@@ -256,7 +266,8 @@ def test_equal_returns_do_not_blow_up_the_units():
 
 
 def test_moments_go_on_where_they_were_saved():
-    first, second = ReturnMoments(0.9), ReturnMoments(0.9)
+    first = ReturnMoments(0.9)
+    second = ReturnMoments(0.9)
     first.observe(torch.tensor([1.0, 2.0]))
     second.load_state_dict(first.state_dict())
     for moments in (first, second):

@@ -61,7 +61,8 @@ def test_the_proximal_policy_is_that_before_the_first_update_in_every_pass(rollo
     model = tiny_actor()
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
     before = LogprobInterface("own").inference(model, sample, context(tmp_path))[0]["own"]
-    score, train = model.engine.logprobs, model.engine.train_batch
+    score = model.engine.logprobs
+    train = model.engine.train_batch
 
     def count(given, **more):
         seen.append((len(seen), given))

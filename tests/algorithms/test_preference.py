@@ -44,8 +44,10 @@ OUTCOME = [0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0]
 def batch(seed: int = 0) -> SequenceSample:
     g = torch.Generator().manual_seed(seed)
     lengths = [n for group in GROUPS for n in group]
-    total, n = sum(lengths), len(lengths)
-    shifted, single = [[m - 1 for m in group] for group in GROUPS], [[1] * len(group) for group in GROUPS]
+    total = sum(lengths)
+    n = len(lengths)
+    shifted = [[m - 1 for m in group] for group in GROUPS]
+    single = [[1] * len(group) for group in GROUPS]
     mask = torch.rand(total, generator=g) < 0.6
     tensors = {
         "packed_input_ids": torch.randint(3, 50, (total,), generator=g),
@@ -100,7 +102,8 @@ class Linear:
 def rollouts_by_hand(sample: SequenceSample) -> list[dict[str, Any]]:
     """Rollouts of the batch with group, reward and the rows (ids, mask, reference) that have a token of the policy."""
     lengths = [n for group in GROUPS for n in group]
-    ids, masks = sample["packed_input_ids"].split(lengths), sample["loss_mask"].split(lengths)
+    ids = sample["packed_input_ids"].split(lengths)
+    masks = sample["loss_mask"].split(lengths)
     refs = sample["packed_ref_logprobs"].split([n - 1 for n in lengths])
     found: dict[tuple[int, int], dict[str, Any]] = {}
     row = 0
@@ -190,16 +193,20 @@ def test_a_real_engine_finds_the_better_ones_in_micro_batches_of_any_size(kind: 
     """The two episodes of a pair may be in different passes; the first update is the same, and pairs are learnt."""
     found = []
     for tokens in (None, 12):
-        model, interface, sample = tiny_actor(), DPOInterface(beta=1.0), batch()
+        model = tiny_actor()
+        interface = DPOInterface(beta=1.0)
+        sample = batch()
         if kind == "dpo":
             scored = LogprobInterface().inference(model, sample, context(tmp_path))[0]
             sample = sample.select(sample.keys - {"packed_ref_logprobs"}).update(scored)
         else:
-            model, interface = tiny_critic(), RewardModelInterface(center=0.01)
+            model = tiny_critic()
+            interface = RewardModelInterface(center=0.01)
         spec = context(tmp_path, max_tokens_per_mb=tokens)
         steps = [interface.train_step(model, sample, spec) for _ in range(12)]
         found.append((weights(model), steps))
-    first, last = found[1][1][0], found[1][1][-1]
+    first = found[1][1][0]
+    last = found[1][1][-1]
     assert first["grad_norm"] == pytest.approx(found[0][1][0]["grad_norm"], rel=1e-3)
     assert last["pair_accuracy"] == 1.0 and last["loss"] < 0.8 * first["loss"] and last["n_updates"] == 1
     assert first["pair_accuracy"] == 0.5 or kind == "dpo", "the value head starts at 0"
@@ -207,7 +214,8 @@ def test_a_real_engine_finds_the_better_ones_in_micro_batches_of_any_size(kind: 
 
 
 def test_groups_that_are_held_out_measure_and_train_nothing(tmp_path: Path) -> None:
-    sample, engine = batch(), Linear()
+    sample = batch()
+    engine = Linear()
     assert held_out_groups(["a@1", "b@1"], 0.0).tolist() == [False, False]
     many = held_out_groups([f"task@{n}" for n in range(2000)], 0.2)
     assert 0.17 < float(many.double().mean()) < 0.23
@@ -249,7 +257,8 @@ def test_the_loss_of_a_margin_is_stable_and_its_slope_is_its_derivative() -> Non
 def test_a_batch_without_a_pair_changes_nothing(tmp_path: Path) -> None:
     model = tiny_actor()
     before = weights(model)
-    sample, single = batch(), [[1] * len(group) for group in GROUPS]
+    sample = batch()
+    single = [[1] * len(group) for group in GROUPS]
     same = SequenceSample.from_tensors(list("abcd"), {"rewards": torch.zeros(12)}, {"rewards": single})
     equal = sample.select(sample.keys - {"rewards"}).update(same)
     got = DPOInterface().train_step(model, equal, context(tmp_path))
@@ -262,10 +271,13 @@ def test_a_row_ends_behind_the_last_token_of_the_policy() -> None:
     sample = batch()
     ended = truncate_after_policy(sample, SimpleNamespace(eos_token_id=2))
     sizes = iter(ended.lengths("packed_input_ids").values.tolist())
-    ids, mask = iter(ended["packed_input_ids"].tolist()), iter(ended["loss_mask"].tolist())
-    given, trained = iter(sample["packed_input_ids"].tolist()), iter(sample["loss_mask"].tolist())
+    ids = iter(ended["packed_input_ids"].tolist())
+    mask = iter(ended["loss_mask"].tolist())
+    given = iter(sample["packed_input_ids"].tolist())
+    trained = iter(sample["loss_mask"].tolist())
     for length in (n for group in GROUPS for n in group):
-        row, train = [next(given) for _ in range(length)], [next(trained) for _ in range(length)]
+        row = [next(given) for _ in range(length)]
+        train = [next(trained) for _ in range(length)]
         last = max((t for t in range(1, length) if train[t]), default=0)
         size = next(sizes)
         assert [next(ids) for _ in range(size)] == [*row[: last + 1], 2]
@@ -273,13 +285,15 @@ def test_a_row_ends_behind_the_last_token_of_the_policy() -> None:
 
 
 def test_the_rewards_of_a_verifier_are_mixed_with_the_model_s(tmp_path: Path) -> None:
-    sample, engine = batch(), Linear()
+    sample = batch()
+    engine = Linear()
     got, stats = RewardModelInterface(weight=0.25).inference(model_of(engine), sample, at(tmp_path))
     rewards = got["rewards"].tolist()
     by_rollout: dict[tuple[int, int], list[float]] = {}
     ends = {}
     lengths = [n for group in GROUPS for n in group]
-    ids, masks = sample["packed_input_ids"].split(lengths), sample["loss_mask"].split(lengths)
+    ids = sample["packed_input_ids"].split(lengths)
+    masks = sample["loss_mask"].split(lengths)
     owner = [(group, ROLLOUTS[row]) for row, group in enumerate(g for g, inner in enumerate(GROUPS) for _ in inner)]
     for row, key in enumerate(owner):
         ends[row] = max((t for t in range(1, lengths[row]) if masks[row][t]), default=0)
@@ -305,7 +319,8 @@ def test_the_penalty_for_length_has_no_weight(weight: float, tmp_path: Path) -> 
     (tmp_path / HEAD_FILE).touch()
     ppo = PolicyGradientOptions(overlong_length=8, overlong_buffer=0.5)
     config = config_class("countdown")(experiment="grpo", ppo=ppo)
-    config.reward_model.path, config.reward_model.weight = str(tmp_path), weight
+    config.reward_model.path = str(tmp_path)
+    config.reward_model.weight = weight
     verify, mix = build_reward_calls(config, policy_options(config), "")[1]
     tensors = {
         "packed_input_ids": torch.full((14,), 5),
@@ -313,10 +328,12 @@ def test_the_penalty_for_length_has_no_weight(weight: float, tmp_path: Path) -> 
         "env_rewards": torch.ones(2),
         "outcome": torch.zeros(2, dtype=torch.uint8),
     }
-    single, whole = [[1, 1]], [[4, 10]]
+    single = [[1, 1]]
+    whole = [[4, 10]]
     seqlens = {"packed_input_ids": whole, "loss_mask": whole, "env_rewards": single, "outcome": single}
     sample = SequenceSample.from_tensors(["a"], tensors, seqlens)
-    model, context = model_of(Linear()), at(tmp_path)
+    model = model_of(Linear())
+    context = at(tmp_path)
     [key] = verify.output_keys
     tensors[key] = OutcomeRewardInterface(**verify.interface_args).inference(model, sample, context)[0][key]
     sample = SequenceSample.from_tensors(["a"], tensors, {**seqlens, key: single})

@@ -26,6 +26,7 @@ def test_the_example_of_the_contract_can_be_played() -> None:
         assert training[0] in opening.messages[0]["content"]
         return await parrot.step(AssistantMessage(answer))
 
-    right, wrong = asyncio.run(play(training[0])), asyncio.run(play("x"))
+    right = asyncio.run(play(training[0]))
+    wrong = asyncio.run(play("x"))
     assert (right.done, right.reward, right.metrics["success"]) == (True, 1.0, 1.0)
     assert (wrong.done, wrong.reward, wrong.metrics["success"]) == (True, 0.0, 0.0)

@@ -9,7 +9,9 @@ import pytest
 from realhf.api.experiment import InterfaceType, MFCDef
 from realhf.api.graph import DATASET, GraphError, build_graph
 
-GEN, INF, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
+GEN = InterfaceType.GENERATE
+INF = InterfaceType.INFERENCE
+TRAIN = InterfaceType.TRAIN_STEP
 
 
 def mfc(name, kind, inputs="", outputs="", **more):

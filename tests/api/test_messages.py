@@ -99,7 +99,8 @@ class Raw:
     """An environment that came through no loader."""
 
     def __init__(self, opening: Any, answer: Any = ()) -> None:
-        self._opening, self._answer = opening, answer
+        self._opening = opening
+        self._answer = answer
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         return Opening(self._opening)
@@ -161,7 +162,8 @@ def written(folder: Path, text: str) -> str:
 
 def questions(option: str) -> Callable[[Path, Any], str]:
     def push(folder: Path, messages: Any) -> str:
-        path, good = lines(folder, {"prompt": "1?"}, {"prompt": messages}), folder / "good.jsonl"
+        path = lines(folder, {"prompt": "1?"}, {"prompt": messages})
+        good = folder / "good.jsonl"
         good.write_text('{"prompt": "2?"}\n', encoding="utf-8")
         files = {"data": str(path if option == "data" else good)}
         files |= {option: str(path)} if option != "data" else {}
@@ -397,7 +399,8 @@ def test_one_id_names_one_task_of_both_splits(kind: str, two_files: bool, tmp_pa
     ids, said = IDS[kind]
     rows = [{"prompt": f"{n}?", "id": f"other {n}"} for n in range(40)]
     named = [{"prompt": f"named {n}", "id": each} for n, each in enumerate(ids)]
-    path, held_out = tmp_path / "rows.jsonl", tmp_path / "held_out.jsonl"
+    path = tmp_path / "rows.jsonl"
+    held_out = tmp_path / "held_out.jsonl"
     path.write_text("\n".join(map(json.dumps, [*rows, *(named[:1] if two_files else named)])), encoding="utf-8")
     held_out.write_text("\n".join(map(json.dumps, [{"prompt": "new?"}, *named[1:]])), encoding="utf-8")
     files: dict[str, Any] = {"data": str(path)}

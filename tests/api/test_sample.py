@@ -28,7 +28,9 @@ def build(groups, dtype="i64", trailing=()):
 
 def as_lists(sample):
     """Per sample: id, rows of every sequence of x, metadata; read without the code under test."""
-    flat, out, row = sample["x"].tolist(), [], 0
+    flat = sample["x"].tolist()
+    out = []
+    row = 0
     for sample_id, group, tag in zip(sample.ids, sample.seqlens["x"], sample.metadata["tag"], strict=True):
         sequences = []
         for length in group:
@@ -71,7 +73,8 @@ def test_index_arrays():
 
 def test_update_adds_keys_and_refuses_repeats():
     sample = build([[1], [2]])
-    scores, tokens = sample.select(["score"]), sample.select(["x"])
+    scores = sample.select(["score"])
+    tokens = sample.select(["x"])
     assert tokens.update(scores) == sample
     with pytest.raises(DuplicateKeyError, match="score"):
         sample.update(scores)

@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from realhf.backends.builtin_policy import SPECIAL_TOKENS, train_tokenizer
 from tests.backends.architectures import KINDS, MISMATCH, configs, kind_name, save_model
 
-POSITIONS, STEPS, DEADLINE_S = 2048, 2, 900.0
+POSITIONS = 2048
+STEPS = 2
+DEADLINE_S = 900.0
 VOCABULARY = len(SPECIAL_TOKENS) + 256
 CONFIGS = configs(VOCABULARY, POSITIONS, window=64, end=len(SPECIAL_TOKENS) - 1)
 NAMES = ("llama", "qwen2", "qwen3", "gemma3", "mistral", "gpt2", "phi3", "olmo2", "gpt_oss")

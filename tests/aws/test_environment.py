@@ -202,7 +202,8 @@ async def test_a_reset_is_tried_again_on_a_new_session() -> None:
 
 def test_the_two_splits_share_no_name() -> None:
     options = AwsOptions(tiers=["warmup", "beginner"], chaos=True)
-    train, held_out = AwsTaskSet(options, "train"), AwsTaskSet(options, "heldout")
+    train = AwsTaskSet(options, "train")
+    held_out = AwsTaskSet(options, "heldout")
     assert isinstance(train, TaskSet) and dict(train.group_of) == dict(held_out.group_of)
     assert set(train.group_of.values()) == {"warmup", "beginner"} < set(train.groups)
     template = next(iter(train.group_of))
@@ -236,7 +237,8 @@ def test_an_episode_may_end_some_turns_after_the_length_of_its_solution() -> Non
 
 def test_templates_that_never_train_are_evaluated_in_groups_of_their_own() -> None:
     options = AwsOptions(tiers=["warmup", "expert"], tags=[], split="all_but_ten")
-    train, held_out = AwsTaskSet(options, "train"), AwsTaskSet(options, "heldout")
+    train = AwsTaskSet(options, "train")
+    held_out = AwsTaskSet(options, "heldout")
     unseen = {name: group for name, group in held_out.group_of.items() if name not in train.group_of}
     assert unseen == {"18": "unseen-warmup", "21": "unseen-warmup", "411": "unseen-expert", "417": "unseen-expert"}
     assert {**train.group_of, **unseen} == held_out.group_of

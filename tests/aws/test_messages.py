@@ -74,7 +74,8 @@ def test_what_differs_between_runs_is_normalised() -> None:
 
 
 def test_ids_by_which_alone_something_can_be_named_are_shown_where_they_are_asked_for() -> None:
-    key, group = "11111111-0000-4aaa-8bbb-0123456789ac", "ffff456789abcdef0123456789abcdef"
+    key = "11111111-0000-4aaa-8bbb-0123456789ac"
+    group = "ffff456789abcdef0123456789abcdef"
     answer = observed(json.dumps({"KeyId": key, "Group": group, "UserId": "AIDA1E2FEB89414C443C9", "At": 1767261600}))
     assert observation_text(answer, show_ids=True) == f'{{"KeyId":"{key}","Group":"{group}","UserId":"ID","At":TIME}}'
     assert key not in observation_text(answer) and group not in observation_text(answer)
@@ -162,7 +163,8 @@ def changed(*calls: str, name: str = "q", **more: Any) -> dict[str, Any]:
 
 def test_the_state_of_an_account_is_what_was_done_to_its_resources() -> None:
     """What was read or failed is in no observation of changes; an id that the simulator drew is as good as another."""
-    start, made = account_key(observed()), account_key({**observed(), "account_changes": [changed("CreateQueue")]})
+    start = account_key(observed())
+    made = account_key({**observed(), "account_changes": [changed("CreateQueue")]})
     assert start == account_key(observed(error="no such queue")) and start != made
     drawn = ("9b2d4d6e-0000-4aaa-8bbb-0123456789ab", "0b2d4d6e-1111-4aaa-8bbb-0123456789ab")
     first, second = (account_key({"account_changes": [changed("CreateQueue", name=name)]}) for name in drawn)

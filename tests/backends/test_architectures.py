@@ -25,7 +25,9 @@ from realhf.backends.training.torch_backend import load_causal_lm
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.architectures import KINDS, MISMATCH, configs, kind_name, long_context, save_model
 
-POSITIONS, SAMPLED, DEADLINE_S = 64, 12, 120.0
+POSITIONS = 64
+SAMPLED = 12
+DEADLINE_S = 120.0
 CONFIGS = configs(97, POSITIONS, window=8)
 CONTEXT = {"phi3": long_context(POSITIONS), "llama, one key head": 4 * POSITIONS}
 PROMPTS = [[5, 6, 7] * 9, [8, 9, 8], [9, 10, 11, 12]]
@@ -132,5 +134,6 @@ def test_an_architecture_generates_trains_and_moves(
     resumed = engine_of(folder, dtype)
     resumed.load_checkpoint(tmp_path / "checkpoint")
     assert resumed.version == 1
-    held, kept = resumed.weights(), engine.weights()
+    held = resumed.weights()
+    kept = engine.weights()
     assert list(held) == list(kept) and all(torch.equal(held[key], kept[key]) for key in kept)

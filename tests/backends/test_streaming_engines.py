@@ -57,7 +57,8 @@ def test_a_server_leaves_a_trainer_what_its_first_update_takes(tmp_path: Path, m
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free), total))
         return server_options(spec, AsyncConfig(), shared=True).gpu_memory_utilization or 0.0
 
-    weights, later = 6 * 3.086e9, 12 * 3.086e9
+    weights = 6 * 3.086e9
+    later = 12 * 3.086e9
     wanted = (total - weights - later) / 2 / total
     for free in (total, total - weights):
         assert wanted - 0.011 < share(spec, free) <= wanted + 0.001

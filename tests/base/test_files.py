@@ -83,7 +83,8 @@ def test_a_write_that_fails_half_way_leaves_the_old_file_and_no_other(tmp_path, 
         writer.instant("weights", version=2)
     write = WRITERS[name]
     write(tmp_path)
-    content, files = (tmp_path / name).read_bytes(), sorted(tmp_path.rglob("*"))
+    content = (tmp_path / name).read_bytes()
+    files = sorted(tmp_path.rglob("*"))
     with room_for(20), pytest.raises(OSError, match="File too large"):
         write(tmp_path)
     assert sorted(tmp_path.rglob("*")) == files

@@ -116,7 +116,8 @@ def test_a_step_has_the_share_of_its_own_time():
 
 
 def test_this_host_is_read_without_being_told_and_hosts_of_one_name_are_kept_apart():
-    loads, own = LoadOfSteps(), os.uname().nodename
+    loads = LoadOfSteps()
+    own = os.uname().nodename
     others = [(own, "another", HostLoad(1.0, 2.0, 0.25)), ("a/b\n", "third", HostLoad(1.0, 2.0, 0.5))]
     first = loads.figures(others)
     assert {f"host/{own}/memory", f"host/{own}-2/memory", "host/a-b-/memory"} == {*first}

@@ -66,7 +66,8 @@ def test_the_state_after_every_character():
 
 @given(st.text(alphabet="ab '\"\\", max_size=20))
 def test_open_quotes_and_escapes_are_those_that_a_shell_refuses(text):
-    quote, escaped = "", False
+    quote = ""
+    escaped = False
     for _, quote, escaped in quote_states(text):  # noqa: B007
         pass
     try:
@@ -123,7 +124,8 @@ COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=30)
 
 @st.composite
 def batches(draw):
-    costs, count = draw(COSTS), draw(st.integers(1, 5))
+    costs = draw(COSTS)
+    count = draw(st.integers(1, 5))
     homes = draw(st.lists(st.none() | st.integers(0, count - 1), min_size=len(costs), max_size=len(costs)))
     return costs, homes, count
 
@@ -158,7 +160,8 @@ def test_what_is_too_much_for_its_home_goes_elsewhere():
 
 
 def test_parts_that_homes_would_unbalance_are_still_given_to_whom_most_of_them_is_at_home():
-    costs, homes = [9, 8, 7, 2], [1, 0, 0, 1]
+    costs = [9, 8, 7, 2]
+    homes = [1, 0, 0, 1]
     parts = parts_near(costs, homes, 2)
     assert largest(costs, parts) == largest(costs, balanced_parts(costs, 2))
     moved = sum(costs[i] for part, held in enumerate(parts) for i in held if homes[i] != part)
@@ -255,7 +258,8 @@ def test_the_size_is_that_of_the_model(kind, tmp_path):
 def test_a_trainer_holds_weights_gradients_and_moments():
     """By hand, in bytes for each parameter: fp32 4 + 4 + 8; bf16 2 with an fp32 copy of 4, + 4 + 8."""
     size = size_of({**SMALL, "intermediate_size": 96, "tie_word_embeddings": True})
-    n, few = size.parameters, size.adapters(4)
+    n = size.parameters
+    few = size.adapters(4)
     assert trainer_memory(size, "float32") == (held := type(trainer_memory(size, "float32")))(4 * n, 4 * n, 8 * n)
     assert trainer_memory(size, "bfloat16", offload=True) == held(6 * n, 4 * n, 0)
     assert trainer_memory(size, "bfloat16", parts=2).later == 6 * n

@@ -22,7 +22,8 @@ def plain(tensor):
         keys = np.frombuffer(stream, dtype=np.int8).astype(object).reshape(ROW_BYTES, SUMS) // 2
         raw += bytes(-len(raw) % ROW_BYTES)
         sums = np.frombuffer(raw, dtype=np.int8).astype(object).reshape(-1, ROW_BYTES) @ keys
-        raw, level = sums.astype("<i4").tobytes(), level + 1
+        raw = sums.astype("<i4").tobytes()
+        level = level + 1
         if len(sums) <= LAST_ROWS:
             named.update(raw)
             break
@@ -109,7 +110,8 @@ def test_ways_and_blocks_give_the_same_digest(monkeypatch, product, block):
 
 
 def test_the_joint_digest_knows_which_name_has_which_tensor():
-    ones, twos = torch.ones(3), torch.full((3,), 2.0)
+    ones = torch.ones(3)
+    twos = torch.full((3,), 2.0)
     joint = joint_digest(digests({"a": ones, "b": twos}))
     assert joint == joint_digest(digests({"b": twos, "a": ones}))
     others = [{"a": twos, "b": ones}, {"a": ones}, {"a": ones, "b": twos, "c": ones}, {"ab": ones, "": twos}]

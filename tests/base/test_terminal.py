@@ -26,7 +26,8 @@ sys.exit(3)
 
 def finished(tmp_path: Path, **streams: object) -> tuple[int, str, bool]:
     """Run the program; return its exit code, the note about the loss, and whether it came to its end."""
-    note, done = tmp_path / "note", tmp_path / "done"
+    note = tmp_path / "note"
+    done = tmp_path / "done"
     command = [sys.executable, "-c", PROGRAM, str(note), str(done)]
     code = subprocess.run(command, timeout=60, check=False, **streams).returncode  # type: ignore[call-overload]
     return code, note.read_text() if note.exists() else "", done.exists()
@@ -49,7 +50,8 @@ def test_a_full_disk_is_noted(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_is_closed_from_the_start_is_noted(tmp_path: Path) -> None:
-    note, done = tmp_path / "note", tmp_path / "done"
+    note = tmp_path / "note"
+    done = tmp_path / "done"
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     line = f"exec {sys.executable} {program} {note} {done} >&- 2>&-"

@@ -39,7 +39,9 @@ def test_operations_are_those_that_torch_counts():
         vocab_size=96, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         intermediate_size=40, attn_implementation="eager",
     )  # fmt: skip
-    model, rows, length = AutoModelForCausalLM.from_config(config).eval(), 2, 12
+    model = AutoModelForCausalLM.from_config(config).eval()
+    rows = 2
+    length = 12
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         model(torch.zeros(rows, length, dtype=torch.int64), use_cache=False)

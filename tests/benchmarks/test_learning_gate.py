@@ -36,7 +36,9 @@ def shifted(**by):
 
 def test_the_interval_holds_new_means_as_often_as_it_says(gate):
     """Of means drawn from the distribution of the recorded ones, 95 % lie inside."""
-    rng, inside, tries = random.Random(5), 0, 4000
+    rng = random.Random(5)
+    inside = 0
+    tries = 4000
     for _ in range(tries):
         low, high = gate.prediction_interval([rng.gauss(77, 2) for _ in range(3)], 2)
         inside += low <= statistics.mean(rng.gauss(77, 2) for _ in range(2)) <= high
@@ -86,7 +88,8 @@ def finished(folder, log, asked, launches=1, greedy=None):
 
 
 def test_a_finished_run_is_read_and_an_interrupted_one_has_no_times(gate, tmp_path):
-    log, asked = tmp_path / "log", ["seed=4", "a=b"]
+    log = tmp_path / "log"
+    asked = ["seed=4", "a=b"]
     finished(tmp_path / "whole", log, asked, greedy={"overall": 0.9})
     assert gate.figures(tmp_path / "whole", log, ["a=b", "seed=4"], 4) == {
         "seed": 4, "sampled": 75.0, "greedy": 90.0, "first_step_s": 24.5, "risen_s": 54.0, "end_s": 300.0,
@@ -122,7 +125,8 @@ def test_the_record_of_the_project_can_be_read_where_there_is_one(gate):
 
 def test_a_run_that_does_not_end_is_ended_and_said(gate, tmp_path):
     """The deadline holds, nothing of the run stays, and the message names the option."""
-    log, began = tmp_path / "log", time.monotonic()
+    log = tmp_path / "log"
+    began = time.monotonic()
     with pytest.raises(gate.Failed, match="--minutes"):
         gate.run([sys.executable, "-c", "import time; time.sleep(60)"], log, 0.003)
     with pytest.raises(gate.Failed, match=r"ended with 3(?s:.*)fell over"):
@@ -143,7 +147,8 @@ def test_two_seeds_are_recorded_killed_resumed_and_compared(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "learning_gate.py"), "--seeds", "1,2", *tiny]
     command += ["--record-file", str(tmp_path / "record.json"), "--runs", str(tmp_path / "runs")]
     with subprocess.Popen([*command, "--record"], cwd=ROOT) as first:
-        log, deadline = tmp_path / "runs" / "seed1.log", time.monotonic() + 120
+        log = tmp_path / "runs" / "seed1.log"
+        deadline = time.monotonic() + 120
         while "step 1/" not in (log.read_text() if log.exists() else "") and time.monotonic() < deadline:
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)

@@ -23,7 +23,8 @@ def test_the_page_shows_the_table_that_the_program_prints():
 def test_rates_follow_the_assumptions():
     given = replace(Assumptions(), sampled=1000, tokens=2000)
     for model in MODELS:
-        usual, shorter = line(64, model, Assumptions()), line(64, model, given)
+        usual = line(64, model, Assumptions())
+        shorter = line(64, model, given)
         assert shorter.generation > 2 * usual.generation, "half the tokens, and less to read of the cache"
         assert shorter.training == pytest.approx(2 * usual.training)
         assert line(64, model, replace(given, weights=given.weights / 2)).update_s == pytest.approx(

@@ -65,7 +65,9 @@ class ClusterRun:
     """One run whose launcher is on the first host of a network."""
 
     def __init__(self, network: Lan, folder: Path, policy: Path) -> None:
-        self.lan, self.folder, self._policy = network, folder, policy
+        self.lan = network
+        self.folder = folder
+        self._policy = policy
         self.scheduler = "join"
         self.enter, self.bind = [*self.first.enter], self.first.address
         self.door = f"tcp://{self.first.address}:{PORT}"
@@ -205,7 +207,8 @@ def busy_lanes(run: ClusterRun, steps: int) -> dict[str, set[str]]:
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     ends = sorted(event["ts"] for event in events if event["ph"] == INSTANT and event["name"] == STEP)
     began = ends[-steps - 1] if len(ends) > steps else 0
-    hosts, found = HostLanes(run.run_dir), {}
+    hosts = HostLanes(run.run_dir)
+    found = {}
     for event in events:
         working = event["ph"] == COMPLETE and event["name"].partition("/")[0] != WAIT
         if working and event["ts"] < ends[-1] and event["ts"] + event.get("dur", 0) > began:

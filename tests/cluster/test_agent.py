@@ -119,7 +119,8 @@ def test_two_agents_do_not_share_a_folder_and_one_may_have_it_after_the_other(tm
 
 def test_a_temporary_folder_goes_with_its_agent_and_those_of_killed_agents_with_the_next(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed, strange = tmp_path / f"{PREFIX}killed", tmp_path / f"{PREFIX}strange"
+    killed = tmp_path / f"{PREFIX}killed"
+    strange = tmp_path / f"{PREFIX}strange"
     for folder in (killed, strange):
         (folder / "carried").mkdir(parents=True)
     (killed / MARK).touch()
@@ -162,7 +163,8 @@ def test_workers_wait_for_imports_and_one_that_is_not_wanted_any_more_never_star
 
 @pytest.mark.parametrize("logged", [b"", b"a line\n" * TAIL_BYTES, b"FATAL: the cause\n"])
 def test_the_cause_that_a_full_disk_kept_out_of_the_log_is_sent_with_its_end(tmp_path: Path, logged: bytes):
-    agent, wire = HostAgent("tcp://127.0.0.1:1", KeyRing(tmp_path / "key").of("a"), "a", tmp_path), Wire()
+    agent = HostAgent("tcp://127.0.0.1:1", KeyRing(tmp_path / "key").of("a"), "a", tmp_path)
+    wire = Wire()
     log = tmp_path / "log"
     log.write_bytes(logged)
     agent._report(wire, [WorkerExit("w", 1, log, 0, words="the cause")])  # pyright: ignore

@@ -45,7 +45,8 @@ class Cluster:
     """A launcher's scheduler in this process, and agents that join it."""
 
     def __init__(self, folder: Path, **options: object) -> None:
-        self.folder, self.keys = folder, folder / "cluster.key"
+        self.folder = folder
+        self.keys = folder / "cluster.key"
         self.ring = KeyRing(self.keys)
         (folder / "sleeper.py").write_text(SLEEPER)
         self.run = run_folder(folder)

@@ -35,7 +35,8 @@ def refused(door: ControlEndpoint, key: HostKey) -> str:
     """What the endpoint says to who connects with a key; "" when it lets them in."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    watch, end = HandshakeWatch(socket), time.monotonic() + ANSWER_S
+    watch = HandshakeWatch(socket)
+    end = time.monotonic() + ANSWER_S
     try:
         connect_encrypted(socket, door.endpoint, key.server_public, key.own)
         while not (watch.handshakes or watch.refused):
@@ -51,7 +52,8 @@ def refused(door: ControlEndpoint, key: HostKey) -> str:
 def test_a_host_has_no_secret_of_the_launcher_and_none_of_another_host(tmp_path: Path):
     """All hosts used to have one file, with the secret key of the launcher's endpoint."""
     ring = KeyRing(tmp_path / "cluster.key")
-    mine, other = ring.file_of("a").read_text(), ring.of("b").own
+    mine = ring.file_of("a").read_text()
+    other = ring.of("b").own
     launcher = LauncherKeys.read(ring.file)
     assert launcher.server.public in mine
     for secret in (launcher.server.secret, launcher.operator.secret, other.secret):

@@ -33,7 +33,8 @@ LARGE = 4_000_001
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """A run with a model, an environment of one's own and keys."""
-    folder, model = tmp_path / "runs" / "exp" / "trial", tmp_path / "model"
+    folder = tmp_path / "runs" / "exp" / "trial"
+    model = tmp_path / "model"
     folder.mkdir(parents=True)
     model.mkdir()
     (model / "weights").write_bytes(b"w" * LARGE)
@@ -163,7 +164,8 @@ def test_nothing_is_written_elsewhere(tmp_path: Path, path: str):
 
 
 def test_a_link_is_not_written_through(tmp_path: Path):
-    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    folder = tmp_path / "folder"
+    outside = tmp_path / "outside"
     folder.mkdir()
     outside.write_text("mine")
     (folder / ".f.part").symlink_to(outside)
@@ -181,7 +183,8 @@ def test_a_file_that_misses_a_part_never_gets_its_name(tmp_path: Path):
 
 def test_a_full_disk_is_told_and_what_was_written_is_removed(tmp_path: Path):
     """The limit of a file's size fails a write in its middle, as a disk without room does."""
-    target, before = tmp_path / "weights", resource.getrlimit(resource.RLIMIT_FSIZE)
+    target = tmp_path / "weights"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     keep(FilePiece(str(target), 0, b"a" * 1000, False), tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
     try:
@@ -196,7 +199,8 @@ def test_a_full_disk_is_told_and_what_was_written_is_removed(tmp_path: Path):
 
 def test_keys_are_kept_in_memory_and_gone_with_their_process(tmp_path: Path):
     """An agent that is killed used to leave the keys of the run on its host."""
-    keys, piece = RunKeys.make(), tmp_path / "keys" / "7"
+    keys = RunKeys.make()
+    piece = tmp_path / "keys" / "7"
     with_keys = "held.keep(FilePiece(sys.argv[2], 0, sys.stdin.buffer.read(), True)).problem"
     code = (
         "import sys; from pathlib import Path; from realhf.cluster.file_transfer import *; "
@@ -233,7 +237,8 @@ def test_what_is_no_file_of_keys_is_refused(tmp_path: Path):
 def test_what_is_carried_goes_on_where_it_was_cut_off(tmp_path: Path):
     """Over a slow link a large file began again at its first byte whenever the host was lost, and never arrived. A part
     was cut in its middle, too."""
-    target, content = tmp_path / "carried" / "0123" / "weights", bytes(range(256)) * 40
+    target = tmp_path / "carried" / "0123" / "weights"
+    content = bytes(range(256)) * 40
     keep(FilePiece(str(target), 0, content[:5000], False), tmp_path)
     sent: list[int] = []
 

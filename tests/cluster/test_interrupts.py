@@ -95,7 +95,8 @@ def test_while_it_waits_for_hosts(bench: Bench):
 @pytest.mark.parametrize("stage", ["a takes part in the run", "rollout_worker/0 runs here", "generation/0 runs here"])
 def test_while_it_starts_workers(bench: Bench, stage: str):
     """The agent has ended its workers, and the run's keys are gone from it."""
-    agent, launcher = bench.join(), bench.launch()
+    agent = bench.join()
+    launcher = bench.launch()
     bench.until(lambda: stage in bench.says("agent.log"))
     interrupted(bench, launcher)
     below = [*family(agent.pid)]

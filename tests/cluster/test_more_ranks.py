@@ -53,7 +53,8 @@ def finished(root: Path, *options: str) -> list[float]:
 
 def test_one_worker_and_four_go_on_from_the_checkpoint_of_two(tmp_path: Path) -> None:
     """Both find it where it was made: the run knows its models by their folders."""
-    root, kept = tmp_path / "run", tmp_path / "kept"
+    root = tmp_path / "run"
+    kept = tmp_path / "kept"
     took = killed(root)
     print(f"\nthe killed rank was named and the launch had ended after {took:.1f} s")
     before = [row["policy/loss"] for row in rows(root)]

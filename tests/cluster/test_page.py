@@ -45,7 +45,8 @@ class Hands:
     """Type commands on the hosts, each in a home of its own."""
 
     def __init__(self, lan: Lan, folder: Path) -> None:
-        self._lan, self._folder = lan, folder
+        self._lan = lan
+        self._folder = folder
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         for name in lan.hosts:
             (folder / name).mkdir()

@@ -23,7 +23,8 @@ STEPS = 10
 FAULTS = 6
 LONG_STEPS = 40
 """Of a run that is to see so many faults, on a fast machine too: none is more than a sixth of it after the last one."""
-FEW, MANY = 4, 120
+FEW = 4
+MANY = 120
 NAMED_S = 30.0
 NEW_ON_D = re.compile(r"(rollout_worker/\d+)[^\n]* started on d\b")
 """Its number depends on how often hosts have joined: an agent that is not answered soon says hello anew."""
@@ -256,7 +257,8 @@ def test_the_books_balance_whatever_befalls_the_hosts(tmp_path: Path, tiny_polic
     """Some seconds lie between one fault and the next, more or less than it takes to notice a lost host, but at most a
     few steps, so that all faults come before the run is over."""
     with hosts("a", "b", "c", "d") as lan, running(lan, tmp_path, tiny_policy) as run:
-        fate, pause = Fate(run, seed), random.Random(1000 + seed)
+        fate = Fate(run, seed)
+        pause = random.Random(1000 + seed)
         for name in ("b", "c"):
             run.join(name)
         run.launch(f"total_train_steps={LONG_STEPS}", "scheduler.hosts=[b,c]")

@@ -15,7 +15,8 @@ from realhf.scheduler.base import Notice, WorkerEvent, WorkerExit, WorkerLine
 from tests.cluster.test_agents import LONG_S, Cluster
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(900)]
-MBIT_S, LARGE = 3.0, 20_000_000
+MBIT_S = 3.0
+LARGE = 20_000_000
 HIDDEN = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && mount -t tmpfs none "$1" && shift && exec "$@"')
 
 
@@ -65,7 +66,8 @@ def test_a_large_model_arrives_and_goes_on_where_a_cut_stopped_it(cluster: Clust
     here, there = pair
     cluster.join("b", before=(*there.enter, *HIDDEN, str(cluster.folder / "exp"), str(cluster.folder / "model")))
     cluster.start("master")
-    before, began = there.received_bytes(), time.monotonic()
+    before = there.received_bytes()
+    began = time.monotonic()
     cluster.start("rollout_worker/0", 0.1, events=True)
     while arrived(cluster) < LARGE / 2:
         assert time.monotonic() - began < LONG_S, arrived(cluster)

@@ -136,7 +136,8 @@ class Answers(threading.Thread):
 
     def __init__(self, agent: StrangeAgent) -> None:
         super().__init__(daemon=True)
-        self._agent, self.problem = agent, ""
+        self._agent = agent
+        self.problem = ""
         self.start()
 
     def run(self) -> None:
@@ -346,7 +347,8 @@ def test_workers_begin_in_order_when_what_they_need_is_there(bench: Bench, monke
     large = large_file(bench, monkeypatch)
     for number in range(2):
         bench.start(f"rollout_worker/{number}", "none", "--key-file", large)
-    kept, started = 0, list[str]()
+    kept = 0
+    started = list[str]()
 
     def serve() -> bool:
         nonlocal kept
@@ -376,7 +378,8 @@ def test_workers_of_a_host_that_is_lost_while_files_come_are_told_of(bench: Benc
 
 def test_a_host_is_removed_while_files_come(bench: Bench, monkeypatch: pytest.MonkeyPatch):
     """The worker that waits for them never begins."""
-    agent, operator = bench.agent().join(), bench.operator()
+    agent = bench.agent().join()
+    operator = bench.operator()
     bench.begin()
     bench.start("rollout_worker/0", "none", "--key-file", large_file(bench, monkeypatch))
     operator.say("remove", OperatorOrder("a", "", 0))
@@ -390,7 +393,8 @@ def test_a_removed_host_that_does_not_say_how_its_workers_end_is_sent_away(
 ):
     """It would keep its key and a place in the run for as long as it liked."""
     monkeypatch.setattr(operator_desk, "LEAVE_S", 0.3)
-    agent, operator = bench.agent().join(), bench.operator()
+    agent = bench.agent().join()
+    operator = bench.operator()
     bench.begin()
     bench.scheduler._table.hosts["a"].shared = True
     bench.start("rollout_worker/0")

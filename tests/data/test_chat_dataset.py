@@ -36,7 +36,8 @@ def demos(tmp_path_factory):
 def test_only_trained_turns_and_their_end_are_in_the_loss(demos):
     tokenizer = AutoTokenizer.from_pretrained(demos.parent / "policy")
     sample = ChatDataset(str(demos), tokenizer).load(["x"], [0])
-    ids, mask = sample["packed_input_ids"], sample["loss_mask"]
+    ids = sample["packed_input_ids"]
+    mask = sample["loss_mask"]
     chat = TemplateChat(tokenizer)
     assert tokenizer.decode(ids[mask]) == "aws s3 mb s3://amber-otter-1<|end|>"
     assert "made" not in tokenizer.decode(ids)
@@ -195,7 +196,8 @@ def test_blank_lines_and_a_mark_are_no_rows(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(QWEN25, "<|im_end|>")
     for written in (text, f"\ufeff{text}\n", f"{text}\n\n \n", f"\n{text}\r\n", f"\ufeff\n{text}"):
         path.write_bytes(written.encode())
-        dataset, source = ChatDataset(str(path), tokenizer), ChatDatasetSource(seed=1, path=str(path))
+        dataset = ChatDataset(str(path), tokenizer)
+        source = ChatDatasetSource(seed=1, path=str(path))
         assert len(dataset) == 2
         drawn = [item.metadata["row"] for item in source.next_batch(4)]
         assert sorted(drawn[:2]) == sorted(drawn[2:]) == [0, 1]

@@ -31,7 +31,8 @@ LIMITS = SampleLimits(KEYS, max_sequences=4, max_tokens=50, max_bytes=1 << 20)
 
 def group(id, lengths=(3, 5), seed=0, **changes):
     random = torch.Generator().manual_seed(seed)
-    total, count = sum(lengths), len(lengths)
+    total = sum(lengths)
+    count = len(lengths)
     tensors = {
         "packed_input_ids": torch.randint(0, 1000, (total,), generator=random),
         "loss_mask": torch.ones(total, dtype=torch.bool),
@@ -296,7 +297,8 @@ class Crash(Exception):
 
 @pytest.mark.parametrize("seed", range(3))
 async def test_deaths_at_any_point_lose_nothing_and_accept_nothing_twice(bench, seed):
-    random, told = Random(seed), bench.master.notify
+    random = Random(seed)
+    told = bench.master.notify
 
     def notify(arrivals):
         if not bench.master.arrivals or random.random() < 0.3:

@@ -32,7 +32,8 @@ class Bench:
     """An executor over in-process workers."""
 
     def __init__(self, tmp_path: Path, workers: dict[str, list[str]], *, limit: int = 10**9, n: int = 4, **kw: Any):
-        n_seqs, resample = kw.pop("n_seqs", {}), kw.pop("resample", 0.0)
+        n_seqs = kw.pop("n_seqs", {})
+        resample = kw.pop("resample", 0.0)
         mfcs = [replace(mfc, resample=resample if mfc.name == "gen" else 0.0) for mfc in toy_mfcs(n, **n_seqs)]
         self.graph = build_graph(mfcs, ["packed_prompts"])
         self.caller = FakeCaller()
@@ -85,7 +86,8 @@ async def test_steps_report_results_in_drawing_order_and_free_every_tensor(tmp_p
 async def test_training_saw_the_tensors_of_every_producer(tmp_path: Path) -> None:
     bench = Bench(tmp_path, TWO)
     (report,) = await bench.run(1)
-    noise, rewards = report.stats["gen"]["noise"], 2 * (0 + 1 + 2 + 3)
+    noise = report.stats["gen"]["noise"]
+    rewards = 2 * (0 + 1 + 2 + 3)
     rows = 2 * sum(1 + task % 3 for task in range(4))
     assert report.stats["train"]["weight"] == pytest.approx(1 + rewards * rows * noise, rel=1e-5)
 
@@ -136,8 +138,10 @@ async def test_a_batch_split_over_workers_comes_back_in_order(tmp_path: Path) ->
 
 async def test_who_holds_the_inputs_of_a_sample_scores_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, {"actor": ["w0"], "ref": ["w0", "w1"]}, n=6)
-    call, storage = bench.executor.calls["ref"], bench.executor.storage
-    ids, lengths = [f"t{i}" for i in range(6)], [[[n]] for n in (8, 2, 8, 2, 6, 6)]
+    call = bench.executor.calls["ref"]
+    storage = bench.executor.storage
+    ids = [f"t{i}" for i in range(6)]
+    lengths = [[[n]] for n in (8, 2, 8, 2, 6, 6)]
     meta = SequenceSample(ids, {"ids": [n for (n,) in lengths]}, {"ids": "i64"}, {"ids": ()}, None, {})
     for sample_id, worker in zip(ids, ("w1", "w0", "w0", "w1", "w1", "w0"), strict=True):
         storage.record([sample_id], call.inputs, worker)
@@ -339,7 +343,8 @@ async def test_a_run_that_goes_on_replaces_the_same_groups(tmp_path: Path) -> No
         return made
 
     whole = await bench().run(4)
-    first, second = bench(), bench()
+    first = bench()
+    second = bench()
     async with first.executor as executor:
         for step in range(2):
             await executor.execute_step(step)
@@ -381,7 +386,8 @@ async def test_a_step_that_is_broken_off_before_it_trains_is_repeated_to_the_bit
         return made
 
     whole = await bench().run(4)
-    first, second = bench(), bench()
+    first = bench()
+    second = bench()
     async with first.executor as executor:
         await executor.execute_step(0)
         reached = asyncio.Event()

@@ -126,7 +126,8 @@ def test_how_far_a_call_has_come_is_told_while_it_runs(tmp_path: Path) -> None:
 
     def play(model: Model, sample: SequenceSample, context: CallContext) -> Any:
         during.append(told({}))
-        context.progress.over, context.progress.wanted = 2, 5
+        context.progress.over = 2
+        context.progress.wanted = 5
         during.append(told({}))
         return Doubler.inference(host.interface, model, sample, context)
 
@@ -209,7 +210,8 @@ def test_interfaces_hear_of_a_complete_checkpoint_if_they_want_to(tmp_path: Path
 
 
 def test_state_is_saved_and_restored(tmp_path: Path) -> None:
-    first, second = Host(tmp_path), Host(tmp_path)
+    first = Host(tmp_path)
+    second = Host(tmp_path)
     first.model.engine.weight = 0.1 + 0.2  # pyright: ignore
     first.interface.calls = 5
     request = CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt"))
@@ -256,7 +258,9 @@ async def test_a_call_that_is_cancelled_and_cleared_as_it_begins_leaves_nothing_
     )
     thread = threading.Thread(target=worker.run)
     thread.start()
-    begins, goes_on, unpack = threading.Event(), threading.Event(), rpc_worker.unpack_payload
+    begins = threading.Event()
+    goes_on = threading.Event()
+    unpack = rpc_worker.unpack_payload
 
     def unpack_slowly(frames: list[bytes]) -> Any:
         if threading.current_thread() is thread:
@@ -294,10 +298,8 @@ def test_a_call_that_nobody_waits_for_is_not_made(tmp_path: Path) -> None:
 def test_checkpoints_and_exports_carry_digests_and_another_weight_than_was_saved_is_not_restored(
     tmp_path: Path,
 ) -> None:
-    host, request = (
-        Host(tmp_path),
-        CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt")),
-    )
+    host = Host(tmp_path)
+    request = CheckpointRequest({"actor": str(tmp_path / "ckpt" / "actor")}, str(tmp_path / "ckpt"))
     host.host.save(request)
     host.host.restore(request)
     host.host.export(ExportRequest("actor", str(tmp_path / "policy")))
@@ -312,9 +314,11 @@ def test_checkpoints_and_exports_carry_digests_and_another_weight_than_was_saved
 def test_an_export_that_is_killed_at_any_moment_leaves_the_folder_of_before_or_none(tmp_path: Path) -> None:
     """The launcher takes the folder of a warm start for done when it is there: it used to be made, empty, before the
     export, so that a kill then ended every later launch with "no such folder"."""
-    host, out = Host(tmp_path), tmp_path / "made" / "policy-key"
+    host = Host(tmp_path)
+    out = tmp_path / "made" / "policy-key"
     engine: Any = host.model.engine
-    export, seen = engine.export_hf, []
+    export = engine.export_hf
+    seen = []
 
     def killed(folder: Path) -> None:
         export(folder)

@@ -132,7 +132,8 @@ class Bench:
     """The toy graph with an actor on three workers that train together."""
 
     def __init__(self, folder: Path, parallel: Parallel) -> None:
-        graph, source = toy_graph(), ToySource()
+        graph = toy_graph()
+        source = ToySource()
         self.caller = FakeCaller()
         self.ranks = {name: ToyRanks() for name in WORKERS}
         self.gathered: list[str] = []
@@ -259,7 +260,9 @@ def test_which_calls_are_made_together() -> None:
     def together(kind: InterfaceType, parallel: Parallel) -> bool:
         return is_group_call(MFCDef("x", "actor", kind, "x"), parallel)
 
-    train, score, play = InterfaceType.TRAIN_STEP, InterfaceType.INFERENCE, InterfaceType.GENERATE
+    train = InterfaceType.TRAIN_STEP
+    score = InterfaceType.INFERENCE
+    play = InterfaceType.GENERATE
     assert [together(kind, Parallel()) for kind in (train, score, play)] == [False] * 3
     assert [together(kind, Parallel(dp=2)) for kind in (train, score, play)] == [True, False, False]
     assert [together(kind, Parallel(dp=2, fsdp=2)) for kind in (train, score, play)] == [True, True, False]

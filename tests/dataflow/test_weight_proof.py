@@ -90,7 +90,8 @@ def test_the_digest_of_every_version_and_who_held_it_is_written_down(tmp_path: P
 
 def test_what_an_engine_cannot_prove_passes_and_is_counted_with_a_warning(tmp_path: Path) -> None:
     warned: list[str] = []
-    record, held = WeightRecord(tmp_path, warned.append), {"a": GOOD["a"], "b": HeldTensor("", "")}
+    record = WeightRecord(tmp_path, warned.append)
+    held = {"a": GOOD["a"], "b": HeldTensor("", "")}
     check_held("generation/0", MANIFEST, answer(held), 2)
     for _ in range(2):
         record.held("generation/0", MANIFEST, answer(held))
@@ -176,7 +177,8 @@ class TableEngine:
 
 
 def test_the_trainer_changes_weights_of_each_shape_and_changes_them_back_to_the_bit() -> None:
-    engine, trial = TableEngine(), WeightTrial()
+    engine = TableEngine()
+    trial = WeightTrial()
     typed: Engine = engine  # pyright: ignore[reportAssignmentType]
     before = digests(engine.weights())
     assert trial.step(0, typed, engine.weights(), []) == ([], [])
@@ -188,9 +190,11 @@ def test_the_trainer_changes_weights_of_each_shape_and_changes_them_back_to_the_
 
 
 def test_weights_that_are_copies_are_changed_for_others_and_not_scored() -> None:
-    engine, trial = TableEngine(copies=True), WeightTrial()
+    engine = TableEngine(copies=True)
+    trial = WeightTrial()
     typed: Engine = engine  # pyright: ignore[reportAssignmentType]
-    given, before = engine.weights(), digests(engine.weights())
+    given = engine.weights()
+    before = digests(engine.weights())
     trial.step(1, typed, given, [])
     assert digests(given) != before
     given = engine.weights()
@@ -198,7 +202,8 @@ def test_weights_that_are_copies_are_changed_for_others_and_not_scored() -> None
 
 
 def test_a_step_of_the_self_test_out_of_turn_is_refused() -> None:
-    engine, trial = TableEngine(), WeightTrial()
+    engine = TableEngine()
+    trial = WeightTrial()
     typed: Engine = engine  # pyright: ignore[reportAssignmentType]
     with pytest.raises(RuntimeError, match="out of turn"):
         trial.step(2, typed, engine.weights(), [])

@@ -15,7 +15,8 @@ def buffer_graph(gen: int = 4, ref: int = 4, rew: int = 4, train: int = 4) -> Da
     kind = InterfaceType
 
     def mfc(name: str, method: InterfaceType, n: int, inputs: str, outputs: str = "") -> MFCDef:
-        given, made = tuple(inputs.split()), tuple(outputs.split())
+        given = tuple(inputs.split())
+        made = tuple(outputs.split())
         return MFCDef(name, "actor", method, "none", n_seqs=n, input_keys=given, output_keys=made)
 
     mfcs = [
@@ -53,7 +54,8 @@ def check_invariants(buffer: AsyncIOSequenceBuffer) -> None:
 
 
 def _check_call(buffer: AsyncIOSequenceBuffer, call: CallState) -> None:
-    samples, name = buffer.samples.values(), call.name
+    samples = buffer.samples.values()
+    name = call.name
     for sample in samples:
         assert (name in sample.state) == all(key in sample.keys for key in call.inputs), (2, name, sample.id)
     leased = sorted(sample.id for sample in samples if sample.state.get(name) == "leased")

@@ -38,7 +38,8 @@ class ToyEngine:
 
     def load_checkpoint(self, folder: Path) -> None:
         weight, version = (folder / "weight.txt").read_text().split()
-        self.weight, self.version = float(weight), int(version)
+        self.weight = float(weight)
+        self.version = int(version)
 
     def export_hf(self, folder: Path) -> None:
         (folder / "model.txt").write_text(repr(self.weight))

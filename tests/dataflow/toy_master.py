@@ -68,7 +68,8 @@ async def run(folder: Path) -> dict[str, Any]:
     try:
         await rpc.wait_for(roles, 60)
         workers = {"actor": ["w0"], "ref": ["w1"]}
-        graph, source = toy_graph(), ToySource()
+        graph = toy_graph()
+        source = ToySource()
         keys = graph.required_dataset_keys()
         steps = SynchronousSteps(source, rpc, worker="w0", keys=keys, n_seqs=graph.n_seqs, timeout_s=60)
         executor = FunctionExecutor(graph, rpc, source, make_loader=steps.loader, workers=workers, seed=7)

@@ -63,7 +63,8 @@ class ToySource:
         return {"count": self.count, "offset": self.offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.offset = state["count"], state["offset"]
+        self.count = state["count"]
+        self.offset = state["offset"]
 
     def stats(self) -> dict[str, float]:
         return {"drawn": float(self.count)}

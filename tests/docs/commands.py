@@ -87,12 +87,14 @@ def commands_of(page: Path) -> tuple[Command, ...]:
 
 def commands_in(text: str, name: str) -> list[Command]:
     """Every command of a text; those of a line that a shell joins are commands of their own."""
-    found, prose = [], []
+    found = []
+    prose = []
     for number, line, shown, block in _lines(text):
         if block:
             found += [Command(name, number, words, line, shown, True) for words in _simple(line)]
         prose.append((number, "" if block else line))
-    starts, joined = [], ""
+    starts = []
+    joined = ""
     for number, line in prose:
         starts.append((len(joined), number))
         joined += line + "\n"
@@ -106,9 +108,12 @@ def commands_in(text: str, name: str) -> list[Command]:
 def _lines(text: str) -> Iterator[tuple[int, str, tuple[str, ...], bool]]:
     """The lines of a text, those that go on joined: number, the line, what follows within its block, and whether it is
     one of a block. Blocks of other languages than a shell are left out."""
-    lines, fence, at = text.split("\n"), "", 0
+    lines = text.split("\n")
+    fence = ""
+    at = 0
     while at < len(lines):
-        line, number = lines[at], at + 1
+        line = lines[at]
+        number = at + 1
         at += 1
         if line.lstrip().startswith("```"):
             fence = "" if fence else line.strip().removeprefix("```") or "text"
@@ -119,7 +124,8 @@ def _lines(text: str) -> Iterator[tuple[int, str, tuple[str, ...], bool]]:
             continue
         line = line.strip()
         while line.endswith("\\") and at < len(lines):
-            line, at = f"{line[:-1].rstrip()} {lines[at].strip()}", at + 1
+            line = f"{line[:-1].rstrip()} {lines[at].strip()}"
+            at = at + 1
         below = []
         for other in lines[at:]:
             if not other.startswith("    ") and not (fence and not other.startswith("```")):

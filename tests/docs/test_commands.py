@@ -120,7 +120,8 @@ def check_launch(command: Command, arguments: list[str], capsys: pytest.CaptureF
     within a sentence that leave open which environment is meant."""
     if any(re.search(pattern, " ".join(arguments)) for pattern in LAUNCHED):
         return ""
-    told, code = "", 2
+    told = ""
+    code = 2
     for added in ([], ["env=sql"]) if not command.whole else ([],):
         asked = [*arguments, *added]
         code = launch(asked if not asked or {"--help", "--options-reference"} & {*asked} else [*asked, "mode=check"])
@@ -150,7 +151,8 @@ def check_parsed(command: Command, capsys: pytest.CaptureFixture[str]) -> str:
     if file.name != "__main__.py" and "parse_" not in file.read_text():
         return ""
     arguments = filled(command.words)[len(command.words) - len(command.arguments) :]
-    before, path = sys.argv, [*sys.path]
+    before = sys.argv
+    path = [*sys.path]
     sys.argv, sys.path[:0] = [name, *arguments], [str(file.parent.resolve())] if name.endswith(".py") else []
     try:
         runpy.run_path(name, run_name="__main__") if name.endswith(".py") else runpy.run_module(
@@ -163,7 +165,8 @@ def check_parsed(command: Command, capsys: pytest.CaptureFixture[str]) -> str:
         part = not command.whole and re.search(r"are required|expected (one|at least one) argument", told)
         return "" if end.code in (0, None) or part else told
     finally:
-        sys.argv, sys.path[:] = before, path
+        sys.argv = before
+        sys.path[:] = path
     return ""
 
 

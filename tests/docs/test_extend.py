@@ -186,7 +186,8 @@ class Answers:
 
 def test_the_generation_engine_keeps_its_contract() -> None:
     """Requests wait for weights, go on under new ones, can be paused and aborted, and fail when the engine closes."""
-    engine, answers = example("bigram_generation").BigramGenerator(), Answers()
+    engine = example("bigram_generation").BigramGenerator()
+    answers = Answers()
     greedy = GenConfig(temperature=0.0, max_new_tokens=3)
     counting = torch.roll(torch.eye(5), 1, dims=1) * 9
     engine.submit(GenRequest(0, [1]), greedy, [], answers.done)
@@ -215,7 +216,9 @@ def test_the_generation_engine_keeps_its_contract() -> None:
 
 def test_a_seeded_request_gets_its_tokens_in_any_company() -> None:
     """Tokens depend on the request's seed and their positions, and on nothing else."""
-    engine, answers, others = example("bigram_generation").BigramGenerator(), Answers(), Answers()
+    engine = example("bigram_generation").BigramGenerator()
+    answers = Answers()
+    others = Answers()
     gen = GenConfig(max_new_tokens=20)
     engine.load_weights(0, {"logits": torch.zeros(50, 50)})
     engine.submit(GenRequest(0, [1], seed=11), gen, [], answers.done)
@@ -268,7 +271,8 @@ def test_the_scheduler_pins_its_workers_and_reports_their_ends(tmp_path: Path) -
     """Each worker sees one core, in turn; the caller keeps all of its own."""
     mine = sorted(os.sched_getaffinity(0))
     scheduler = example("pinned_scheduler").PinnedScheduler(LocalScheduler())
-    cores, ends = {}, {}
+    cores = {}
+    ends = {}
     try:
         for name in ("a/0", "a/1"):
             scheduler.start(pinned(tmp_path / "log", name))
@@ -314,7 +318,8 @@ def test_the_loss_is_what_its_page_says() -> None:
     """Its value and gradient by hand; what the mask leaves out is not seen, whatever it holds."""
     example("own_policy_gradient")
     logprobs = torch.tensor([-1.0, -2.0, float("nan")], requires_grad=True)
-    old, advantages = torch.tensor([-1.2, -2.0, 0.0]), torch.tensor([1.0, -2.0, float("nan")])
+    old = torch.tensor([-1.2, -2.0, 0.0])
+    advantages = torch.tensor([1.0, -2.0, float("nan")])
     terms = LossTerms(
         logprobs, old, advantages, torch.tensor([True, True, False]), torch.zeros(3, dtype=torch.int64), 1
     )
@@ -330,7 +335,8 @@ def test_the_advantage_is_what_its_page_says() -> None:
     """The distance to the median of the group; invalid rollouts enter nothing, equal scores give nothing."""
     example("own_policy_gradient")
     scores = torch.tensor([0.0, 0.0, 1.0, float("nan"), 0.5, 0.5])
-    valid, group = torch.tensor([True, True, True, False, True, True]), torch.tensor([0, 0, 0, 0, 1, 1])
+    valid = torch.tensor([True, True, True, False, True, True])
+    group = torch.tensor([0, 0, 0, 0, 1, 1])
     assert advantage_estimators.get("above_median")(scores, valid, group).tolist() == [0, 0, 1, 0, 0, 0]
 
 
@@ -374,7 +380,8 @@ async def test_the_agent_plays(
 async def test_the_class_with_tools_is_played(split: str) -> None:
     """Halving finds the number within seven guesses, a wrong call is answered, and an idle policy earns nothing."""
     spec = build_environment(str(EXAMPLES / "guess_tools.py"), {})
-    tasks, environment = spec.tasks(split), spec.make("")
+    tasks = spec.tasks(split)
+    environment = spec.make("")
     [template] = tasks.group_of
     for seed in range(20):
         task = tasks.instantiate(template, seed)
@@ -382,7 +389,8 @@ async def test_the_class_with_tools_is_played(split: str) -> None:
         assert [tool["function"]["name"] for tool in opening.tools] == ["guess"]
         turn = await environment.step(AssistantMessage("", (ToolCall("guess", {"number": "many"}),)))
         assert "must be a whole number" in turn.messages[0]["content"] and turn.reward == 0.0
-        low, high = 1, 100
+        low = 1
+        high = 100
         while not turn.done:
             middle = (low + high) // 2
             turn = await environment.step(AssistantMessage("", (ToolCall("guess", {"number": middle}),)))
@@ -404,7 +412,10 @@ async def test_the_class_with_messages_is_played() -> None:
         task = spec.tasks("heldout").instantiate(template, 5)
         await environment.reset(task.payload, seed=task.seed)
         assert (await environment.step(AssistantMessage("⁵"))).reward == -0.1
-        low, high, done, said = 1, task.payload["highest"], False, 0
+        low = 1
+        high = task.payload["highest"]
+        done = False
+        said = 0
         while not done:
             said = (low + high) // 2
             turn = await environment.step(AssistantMessage(str(said)))
@@ -420,7 +431,8 @@ async def test_the_customer_of_the_support_desk_answers_and_leaves() -> None:
     leaves when they hear that it is done, not when they hear that it is not, or when nothing comes of it."""
     spec = build_environment(str(EXAMPLES / "support_desk.py"), {})
     for said, told in (("It is done.", True), ("Hm.", False), ("It is not done.", False)):
-        environment, reward = spec.make(""), 1.0 if told else 0.5
+        environment = spec.make("")
+        reward = 1.0 if told else 0.5
         await environment.reset({"wish": "move", "split": "heldout"}, seed=4)
         number = await environment.step(AssistantMessage("What is the number of the order?"))
         city = await environment.step(AssistantMessage("And which city?"))
@@ -428,9 +440,11 @@ async def test_the_customer_of_the_support_desk_answers_and_leaves() -> None:
         arguments = {"number": number.messages[0]["content"][6:-1], "city": city.messages[0]["content"][:-1]}
         moved = await environment.step(AssistantMessage("", (ToolCall("move", arguments),)))
         assert not moved.done and moved.messages[0]["role"] == "tool" and moved.reward == 0.5
-        turn, turns = moved, 0
+        turn = moved
+        turns = 0
         while not turn.done:
-            turn, turns = await environment.step(AssistantMessage(said)), turns + 1
+            turn = await environment.step(AssistantMessage(said))
+            turns = turns + 1
         assert (turn.reward, turn.metrics["success"], turn.messages) == (reward, float(told), [])
         assert turns == (1 if told else 3)
 
@@ -499,7 +513,9 @@ async def test_the_environment_is_played_over_the_wire() -> None:
         first = await env.reset(task_id="up to 100", seed=5)
         assert [message["role"] for message in first.observation["messages"]] == ["system", "user"]
         assert (await env.step({"content": "shout"})).observation["messages"][0]["content"] == "Say a number."
-        low, high, result = 1, 100, first
+        low = 1
+        high = 100
+        result = first
         while not result.done:
             guess = (low + high) // 2
             result = await env.step({"content": str(guess)})

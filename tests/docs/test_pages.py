@@ -46,7 +46,8 @@ TO_BE_WRITTEN = {"realhf.backends.bigram_generation"}
 
 def test_every_citation_names_a_section_of_the_reference() -> None:
     """A citation in code or tests is a file of the reference and sections that it has."""
-    found, problems = 0, []
+    found = 0
+    problems = []
     for path, text in _python_files():
         if path == HERE:
             continue
@@ -71,7 +72,8 @@ def test_no_other_spelling_of_a_citation_is_left() -> None:
 
 def test_links_of_the_docs_lead_to_files_and_headings() -> None:
     """Relative links, and paths of docs in any text, exist; anchors are headings of the file that they point into."""
-    problems, links = [], 0
+    problems = []
+    links = 0
     for path, text in _documents():
         for link in LINK.finditer(text):
             target, _, anchor = link["target"].partition("#")
@@ -93,7 +95,8 @@ def test_links_of_the_docs_lead_to_files_and_headings() -> None:
 
 def test_sections_that_the_docs_point_to_exist() -> None:
     """A link to a file of the reference that is followed by a section names one that the file has."""
-    problems, found = [], 0
+    problems = []
+    found = 0
     for path, text in _documents():
         for link in LINKED_CITATION.finditer(text):
             if not (path.parent.name == "reference" or "reference/" in link[0]):
@@ -107,7 +110,8 @@ def test_sections_that_the_docs_point_to_exist() -> None:
 
 def test_modules_and_paths_that_the_docs_name_exist() -> None:
     """``realhf/...`` is a file or folder, ``realhf.x.y`` a module or something in one, ``python -m`` can run it."""
-    problems, found = [], 0
+    problems = []
+    found = 0
     for path, text in _documents():
         for named in MODULE_PATH.finditer(text):
             found += 1
@@ -273,7 +277,8 @@ def test_each_question_is_answered_by_a_folder_or_a_module():
     known = rooms()
     for question, answer in questions:
         first = answer.partition(":")[0]
-        folders, modules = FOLDER.findall(first), MODULE.findall(first)
+        folders = FOLDER.findall(first)
+        modules = MODULE.findall(first)
         assert len(folders) + len(modules) == 1, f"one folder or module answers {question!r}, not {folders + modules}"
         assert set(folders) <= known, question
 

@@ -67,7 +67,8 @@ def test_the_counts_on_the_page_are_those_of_the_templates() -> None:
     assert f"{len(phrasings())} templates are worded" in text and len(TEN) == 10
     file = ROOT / "configs" / "model" / "smollm2_135m_all_tiers.yaml"
     config = yaml.safe_load(file.read_text())
-    warm, every = config["warm_start"], config["warm_start"]["episodes_per_task"]
+    warm = config["warm_start"]
+    every = config["warm_start"]["episodes_per_task"]
     demonstrated = len(write_scripts(1, 0, split="all_but_ten"))
     assert f"{demonstrated} templates x {every} = {demonstrated * every:,} episodes" in text
     assert f"{warm['train_steps']} steps x ({warm['batch_size']} episodes" in text

@@ -186,7 +186,8 @@ def test_a_mistake_is_one_line(
     try:
         status, shown = played(monkeypatch, capsys, "", *arguments)
     except SystemExit as end:
-        status, shown = end.code, capsys.readouterr().err
+        status = end.code
+        shown = capsys.readouterr().err
     assert status == 2 and shown.startswith(says) and shown.count("\n") == 1
 
 

@@ -120,7 +120,8 @@ def test_random_text_is_accepted_only_as_python_would(text: str, pool: list[int]
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=6), st.randoms(use_true_random=False))
 def test_a_chain_of_steps_comes_to_what_its_nested_form_does(pool: list[int], rng):
     """Steps that hand their values on equal the one expression in which every value is replaced by its step."""
-    steps, nested = [], [(value, str(value)) for value in pool]
+    steps = []
+    nested = [(value, str(value)) for value in pool]
     while len(nested) > 1:
         (left, first), (right, second) = (nested.pop(rng.randrange(len(nested))) for _ in range(2))
         if left < right:
@@ -300,7 +301,8 @@ def test_a_level_keeps_its_bounds_and_its_solution_is_right(name: str):
     for split in SPLITS:
         tasks = CountdownTasks([name], split)
         for seed in range(DRAWS):
-            puzzle, task = tasks.puzzle(name, seed), tasks.instantiate(name, seed)
+            puzzle = tasks.puzzle(name, seed)
+            task = tasks.instantiate(name, seed)
             assert (tuple(task.payload["numbers"]), task.payload["target"]) == (puzzle.numbers, puzzle.target)
             assert task.payload["prompt"] == f"Reach {puzzle.target} with {' '.join(map(str, puzzle.numbers))}."
             assert json.loads(json.dumps(task.payload)) == task.payload
@@ -335,7 +337,8 @@ def test_no_puzzle_is_in_both_splits():
 
 
 def test_the_same_seed_draws_the_same_instance_and_another_one_another():
-    tasks, again = CountdownTasks(LEVELS, TRAIN), CountdownTasks(LEVELS, TRAIN)
+    tasks = CountdownTasks(LEVELS, TRAIN)
+    again = CountdownTasks(LEVELS, TRAIN)
     first = [tasks.instantiate("four-large", seed) for seed in range(20)]
     assert first == [again.instantiate("four-large", seed) for seed in range(20)]
     assert len({str(task.payload) for task in first}) > 15
@@ -360,7 +363,8 @@ async def play(environment: Environment, task: Task, text: str) -> Turn:
 async def test_every_demonstration_ends_as_it_says_and_the_shares_are_kept():
     """Solutions and recoveries earn 1, habits at most the partial credit; each level has its share of each kind."""
     countdown = spec()
-    environment, counts = countdown.make(""), Counter()
+    environment = countdown.make("")
+    counts = Counter()
     assert countdown.demonstrate
     for shown in countdown.demonstrate(DemonstrationRequest(20, 5, habit_fraction=0.35, recovery_fraction=0.15)):
         assert len(shown.turns) == 1

@@ -68,7 +68,8 @@ def test_workers_that_share_the_actor_share_the_sessions_of_the_environment():
 def test_a_reference_that_plays_elsewhere_shares_the_sessions_with_the_evaluation() -> None:
     """Its workers had as many as there are, and the one that evaluates as many again."""
     config = dpo.config_class("aws")(experiment="dpo")
-    config.ref.workers, config.env.pool_size = [1, 2, 3], 9
+    config.ref.workers = [1, 2, 3]
+    config.env.pool_size = 9
     made = dpo.build(config)
     assert made.evaluation is not None and made.mfcs[0].model_role == "ref"
     assert [made.mfcs[0].interface_args["sessions"], made.evaluation.interface_args["sessions"]] == [2, 2]
@@ -127,7 +128,8 @@ def test_a_proximal_policy_is_scored_by_a_call_unless_the_train_call_does_it():
 def test_rewards_per_turn_are_made_where_the_train_call_asks_for_them(
     experiment: str, option: str, read: tuple[str, ...]
 ) -> None:
-    plain, asked = built(f"experiment={experiment}"), built(f"experiment={experiment}", option)
+    plain = built(f"experiment={experiment}")
+    asked = built(f"experiment={experiment}", option)
     assert not plain.graph["actor_gen"].interface_args["turn_rewards"]
     assert asked.graph["actor_gen"].interface_args["turn_rewards"]
     more = set(asked.graph["actor_gen"].output_keys) - set(plain.graph["actor_gen"].output_keys)
@@ -207,7 +209,9 @@ def test_rows_count_only_where_a_rollout_can_have_several() -> None:
         policy_gradient.policy_options(config)
     config.rollout.keep_reasoning = False
     assert policy_gradient.policy_options(config).count == "row"
-    config.rollout.keep_reasoning, config.rollout.agent, config.async_rl.enabled = True, "mine.py:rollout", True
+    config.rollout.keep_reasoning = True
+    config.rollout.agent = "mine.py:rollout"
+    config.async_rl.enabled = True
     assert policy_gradient.policy_options(config, streamed=True).count == "row"
 
 

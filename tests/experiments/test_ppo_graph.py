@@ -34,7 +34,8 @@ def built(*arguments: str) -> BuiltExperiment:
 def test_six_calls_of_which_three_and_two_may_overlap(environment: str) -> None:
     made = built("experiment=ppo", f"env={environment}", "critic.workers=[1]", "ref.workers=[2]")
     assert made.graph.topological_levels() == SIX and made.spec.n_model_workers == 3
-    critic, actor = made.spec.models["critic"], made.spec.models["actor"]
+    critic = made.spec.models["critic"]
+    actor = made.spec.models["actor"]
     assert (critic.head, critic.path, critic.trainable, critic.workers) == ("value", actor.path, True, (1,))
     assert actor.head == made.spec.models["ref"].head == "lm" and made.spec.export_role == "actor"
 
@@ -227,7 +228,8 @@ TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1, "c": 2}}, "added_tokens": [{"id
 def test_a_critic_has_the_ids_of_the_actors_tokenizer(tmp_path: Path, tokenizer: dict[str, object], says: str) -> None:
     """It makes no text to tokens itself, so tokens that were only added to one of both do no harm."""
     described = {"vocab_size": 100, "max_position_embeddings": 2048}
-    actor, critic = folder(tmp_path / "actor", described), folder(tmp_path / "critic", described)
+    actor = folder(tmp_path / "actor", described)
+    critic = folder(tmp_path / "critic", described)
     (actor / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     (critic / "tokenizer.json").write_text(json.dumps(tokenizer))
     config = built("experiment=ppo", "env=countdown").config

@@ -37,7 +37,8 @@ from realhf.monitor.run_log import RunLog, read_metrics
 from realhf.monitor.trackers import run_info
 from tests.dataflow.rollouts.toy_streamed_run import FakeWorkers, meta_of, plan_of
 
-STEPS, BATCH = 4, 2
+STEPS = 4
+BATCH = 2
 OPTIONS = (
     "env=sql", "seed=3", "trial_name=t",
     f"dataset.train_bs_n_seqs={BATCH}", "ppo.group_size=2", "gen.max_new_tokens=12",
@@ -66,11 +67,13 @@ class RunFolders:
     names such as ``sync-killed``. The finished one is the killed one gone on with."""
 
     def __init__(self, root: Path, policy: Path) -> None:
-        self._root, self._policy = root, policy
+        self._root = root
+        self._policy = policy
 
     def __getitem__(self, name: str) -> Path:
         kind, _, end = name.partition("-")
-        made, folder = self._root / name, self._root / "runs" / kind / "t"
+        made = self._root / name
+        folder = self._root / "runs" / kind / "t"
         if made.exists():
             return made
         if end == "killed":

@@ -42,7 +42,9 @@ class Scene:
     """One of the folders, with what a resume of it finds where nothing is damaged."""
 
     def __init__(self, name: str, folder: Path, tmp: Path, policy: Path) -> None:
-        self.name, self.folder, self._tmp = name, folder, tmp / "e"
+        self.name = name
+        self.folder = folder
+        self._tmp = tmp / "e"
         self._asynchronous = name.startswith("async")
         self._config: ExperimentConfig = run_folders.config_of(name.partition("-")[0], tmp, policy)
         self._trials = 0
@@ -119,7 +121,8 @@ def test_what_a_resume_reads_is_known(scene: Scene) -> None:
 
 def problems(scene: Scene, name: Path, damage: Damage, outcome: Outcome, folder: Path) -> Iterator[str]:
     """Say what is wrong with how a resume took a damage."""
-    kind, after = kind_of(str(name)), contents(folder)
+    kind = kind_of(str(name))
+    after = contents(folder)
     lines = [outcome.error] if outcome.error else outcome.told
     words = {name.name, *(part for part in name.parts if part.startswith(("ckpt-", "journal")))}
     if any("\n" in line for line in lines):

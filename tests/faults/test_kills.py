@@ -35,7 +35,8 @@ def test_every_fault_is_dealt_and_those_of_a_service_to_a_run_that_has_one() -> 
 @pytest.mark.parametrize("number", range(len(HANDS)))
 def test_a_run_survives(tmp_path: Path, policy: Path, number: int) -> None:
     environment, injected = (AWS, LOSSES) if number == 0 else ("sql", NOTICED)
-    faults, options = HANDS[number], injected
+    faults = HANDS[number]
+    options = injected
     run = KilledRun(
         tmp_path, f"run{number}", policy, *options, seed=number, steps=4 + len(faults), environment=environment
     )

@@ -15,7 +15,8 @@ from realhf.dataflow.journal.journal import ARCHIVE, Accept, read_segment, segme
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-STUCK_S, STEPS = 300.0, 10
+STUCK_S = 300.0
+STEPS = 10
 TWO = ("actor.workers=[0,1]", "actor.backend=ddp")
 ONE = ("actor.workers=[0]",)
 

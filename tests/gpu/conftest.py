@@ -21,7 +21,8 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from realhf.backends.training.torch_engine import TorchEngine
 
 HERE = Path(__file__).resolve().parent
-VOCABULARY, POSITIONS = 503, 512
+VOCABULARY = 503
+POSITIONS = 512
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": POSITIONS, "bos_token_id": 1,

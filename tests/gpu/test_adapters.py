@@ -48,7 +48,8 @@ def test_adapters_train_and_what_samples_has_them(
 def test_moments_in_the_memory_of_the_host_change_no_bit_and_free_the_device(
     device: torch.device, model_on: Callable[..., Any], batch: SequenceSample, dtype: torch.dtype
 ) -> None:
-    losses, held = [], []
+    losses = []
+    held = []
     for offload in (False, True):
         before = torch.cuda.memory_allocated()
         engine = engine_of(model_on(device, dtype=dtype), offload=offload)
@@ -69,7 +70,8 @@ def _lies_in_one_pinned_slab(engine: TorchEngine) -> None:
     moments = [t for name, t in engine._optimizer.tensors(names).items() if name.startswith("exp_avg")]
     assert moments and all(tensor.is_pinned() for tensor in moments)
     assert len({tensor.untyped_storage().data_ptr() for tensor in moments}) == 1
-    slab, needed = moments[0].untyped_storage().nbytes(), sum(tensor.nbytes for tensor in moments)
+    slab = moments[0].untyped_storage().nbytes()
+    needed = sum(tensor.nbytes for tensor in moments)
     assert needed <= slab <= needed + 256 * len(moments), "not rounded up to a power of two"
 
 

@@ -33,7 +33,8 @@ def one_gigabyte() -> Iterator[None]:
 def test_training_gets_the_memory_of_generation(
     device: torch.device, model_on: Callable[..., Any], batch: SequenceSample
 ) -> None:
-    engine, seen = TorchEngine(model_on(device), None, optimizer=OptimizerConfig(), total_train_steps=9), []
+    engine = TorchEngine(model_on(device), None, optimizer=OptimizerConfig(), total_train_steps=9)
+    seen = []
 
     def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         seen.append((engine.generator().core.kv_bytes, torch.cuda.memory_allocated()))

@@ -65,7 +65,8 @@ def within(off: torch.Tensor, dtype: torch.dtype) -> None:
 def test_scores_and_five_train_steps_are_those_of_the_cpu(
     device: torch.device, model_on: Build, batch: SequenceSample, architecture: str
 ) -> None:
-    here, there = engine_of(model_on(CPU, architecture)), engine_of(model_on(device, architecture))
+    here = engine_of(model_on(CPU, architecture))
+    there = engine_of(model_on(device, architecture))
     scores = [engine.logprobs(batch, temperature=0.8, mb_spec=SPEC) for engine in (here, there)]
     assert scores[1].device.type == "cpu" and float((scores[0] - scores[1]).abs().max()) < 1e-3
     assert train(there, batch, 5) == pytest.approx(train(here, batch, 5), rel=1e-3)
@@ -99,7 +100,8 @@ def test_a_checkpoint_of_a_gpu_goes_on_elsewhere(
     there = engine_of(model_on(device), gradient_checkpointing=True)
     train(there, batch, 2)
     there.save_checkpoint(tmp_path / "state")
-    here, again = engine_of(model_on(CPU)), engine_of(model_on(device))
+    here = engine_of(model_on(CPU))
+    again = engine_of(model_on(device))
     for engine in (here, again):
         engine.load_checkpoint(tmp_path / "state")
         assert engine.version == 2

@@ -9,7 +9,8 @@ from torch import Tensor
 from realhf.backends.training import selected_logprobs as module
 from realhf.backends.training.selected_logprobs import GPU_CHUNK_BYTES, selected_logprobs
 
-VOCABULARY, WIDTH = 50_021, 64
+VOCABULARY = 50_021
+WIDTH = 64
 
 
 def drawn(device: torch.device, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,7 +36,8 @@ def test_values_and_gradients_are_those_of_fp64(device: torch.device, dtype: tor
     found, entropy = selected_logprobs(hidden, weight, ids, 0.8, chunk)
     (found + 0.1 * entropy).sum().backward()
     log_p = (hidden.double() @ weight.double().T / 0.8).log_softmax(-1)
-    expected, of_plain = log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    expected = log_p.gather(1, ids[:, None])[:, 0]
+    of_plain = -(log_p.exp() * log_p).sum(-1)
     torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=1e-5)
     torch.testing.assert_close(entropy.double(), of_plain, atol=1e-3, rtol=1e-4)
     wanted = torch.autograd.grad((expected + 0.1 * of_plain).sum(), (hidden, weight))

@@ -103,7 +103,8 @@ def test_a_vllm_of_this_machine_takes_weights_so(device: torch.device, tmp_path:
             for version, model in enumerate(models):
                 weights = {name: p.detach() for name, p in model.named_parameters()}
                 engine.load_weights(version, weights)
-                held, expected = engine.weight_digests([*weights]), digests(weights)
+                held = engine.weight_digests([*weights])
+                expected = digests(weights)
                 proven = {name: tensor.digest for name, tensor in held.items() if tensor.proven}
                 assert len(proven) > len(weights) // 2 and all(expected[name] == proven[name] for name in proven)
         finally:

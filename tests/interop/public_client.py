@@ -42,7 +42,8 @@ class Recorder:
     """What the checkout's solutions ask of a backend: look-ups, answered by the commands of the same session."""
 
     def __init__(self, client: Any, action: Any) -> None:
-        self.client, self.action = client, action
+        self.client = client
+        self.action = action
         self.waiting = ""
         self.answers: dict[str, tuple[bool, str, str]] = {}
 
@@ -118,7 +119,8 @@ def repairs(line: str) -> list[str]:
 
 
 async def play(client: Any, checkout: dict[str, Any], tier: str, entry: dict[str, Any]) -> dict[str, Any]:
-    models, solutions = checkout["models"], checkout["solutions"]
+    models = checkout["models"]
+    solutions = checkout["solutions"]
     setup = [{"command": line} if isinstance(line, str) else line for line in entry.get("setup_commands", [])]
     difficulty = "expert" if tier == "drift" else tier
     task = models.Task(**{**entry, "setup_commands": setup, "difficulty": difficulty})
@@ -127,7 +129,8 @@ async def play(client: Any, checkout: dict[str, Any], tier: str, entry: dict[str
         await client.reset(task=task)
     except Exception as error:
         return found | {"verdict": "refused", "reason": str(error)[:300]}
-    recorder, steps = Recorder(client, models.AwsRlAction), Steps()
+    recorder = Recorder(client, models.AwsRlAction)
+    steps = Steps()
     looks = [check["command"] for check in entry["success_criteria"].get("state_checks", [])]
     again = [*looks, *(fix for line in setup for fix in repairs(line["command"]))] if tier == "drift" else []
     while True:
@@ -138,7 +141,8 @@ async def play(client: Any, checkout: dict[str, Any], tier: str, entry: dict[str
         result = await client.step(models.AwsRlAction(command=command))
         steps.step_count += 1
         found["reward"] += result.reward or 0.0
-        success, error = result.observation.command_success, result.observation.error
+        success = result.observation.command_success
+        error = result.observation.error
         found["commands"].append([command, success, error[:200]])
         if result.observation.task_achieved or result.done:
             return found | {"verdict": "solved" if result.observation.task_achieved else "unsolved"}

@@ -57,7 +57,8 @@ def test_a_game_of_the_package_is_played_to_its_end(played: dict[str, Any]) -> N
 
 
 def test_a_tool_and_named_rewards_are_those_of_the_environment(played: dict[str, Any]) -> None:
-    plain, tool = played["plain"], played["tool"]
+    plain = played["plain"]
+    tool = played["tool"]
     assert plain["read"] == ["Use the tool.", "Double 4."] and plain["tools"] == ["doubling_tools_double"]
     assert (plain["reward"], plain["rewards"]) == (1.0, {"right": 0.75, "short": 0.25})
     assert tool["read"][2] == "8" and tool["read"][3].startswith("error: the arguments are not JSON")
@@ -73,7 +74,8 @@ def test_a_verifier_that_raises_and_names_that_are_wrong_have_a_reason(played: d
 
 
 def test_the_splits_share_no_task(played: dict[str, Any]) -> None:
-    train, held_out = played["splits"]["train"], played["splits"]["heldout"]
+    train = played["splits"]["train"]
+    held_out = played["splits"]["heldout"]
     assert len(train) + len(held_out) == 30 and held_out and not {*train} & {*held_out}
 
 

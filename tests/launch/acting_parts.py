@@ -36,16 +36,21 @@ from realhf.env.curriculum import TaskSource
 from realhf.rollout import demonstrations
 from realhf.rollout.interface import EnvRolloutInterface
 
-LOSS, BATCH, FILE = "loss", "batch", "file"
+LOSS = "loss"
+BATCH = "batch"
+FILE = "file"
 TINY = BuiltinModelConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 GROUPS = [[12, 20, 15, 9, 14], [10, 18, 14, 11, 13], [8, 8, 16, 9, 9], [11, 7, 12, 10, 10]]
 REWARDS = [1.0, 0.0, 25.0, 0.5, 0.5, 1.0, 0.0, 1.0, -0.5, -0.5, 0.0, 1.0, 0.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
 OUTCOME = [0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 ROWS = [0, 1, 2, 3, 3] * len(GROUPS)
 """The last two sequences of each group are rows of one rollout."""
-STEPS, DAMAGED_STEPS = 3, 4
+STEPS = 3
+DAMAGED_STEPS = 4
 """Train steps at the beginning, before that of the end, and steps after it with weights that are no numbers."""
-ROWS_OF_DATA, TASKS, DRAWS = 40, 2, 4
+ROWS_OF_DATA = 40
+TASKS = 2
+DRAWS = 4
 UNTIMED = ("seconds", "per_second")
 Part = Callable[[ExperimentSpec], dict[str, Any]]
 Key = Callable[[ExperimentSpec], Any]
@@ -65,7 +70,8 @@ class ActingParts:
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
         self._folder = folder
-        self.policy, self.reward_model = folder / "policy", folder / "reward_model"
+        self.policy = folder / "policy"
+        self.reward_model = folder / "reward_model"
         transformers_logging.disable_progress_bar()
         build_builtin_policy(None, self.policy, TINY, seed=0)
         self._results: dict[str, dict[str, Any]] = {}
@@ -137,7 +143,8 @@ class ActingParts:
                     continue
                 if call.interface == "served_logprob":  # asks a server; the batch has what one would say
                     continue
-                model, interface = models[call.model_role], interfaces[call.name][1]
+                model = models[call.model_role]
+                interface = interfaces[call.name][1]
                 model.engine.version = step
                 context = self._context(step, call.mb_spec)
                 saved = [0]

@@ -35,7 +35,10 @@ from realhf.registry import registered_names
 from tests.launch.acting_parts import BATCH, FILE, LOSS, ActingParts
 from tests.launch.options_elsewhere import ELSEWHERE, ONE_VALUE, TOLD
 
-PLAN, MESSAGE, LISTED, NOTHING = "plan", "message", "listed", "nothing"
+PLAN = "plan"
+MESSAGE = "message"
+LISTED = "listed"
+NOTHING = "nothing"
 DEEP = (LOSS, BATCH, FILE)
 AT_WORK = ("dpo", "grpo", "grpo_async", "ppo", "sft")
 """Experiments whose plans are played; the others have the same calls with other values, on other environments."""
@@ -91,9 +94,11 @@ OWN_LAST: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "targets": (["q_proj"],),
     }
 )
-PPO, SDPO = {"ppo.algo": "ppo"}, {"ppo.algo": "sdpo"}
+PPO = {"ppo.algo": "ppo"}
+SDPO = {"ppo.algo": "sdpo"}
 DECOUPLED = {"ppo.use_decoupled_loss": True}
-POLICY, REWARD_MODEL = "a policy", "a reward model"
+POLICY = "a policy"
+REWARD_MODEL = "a reward model"
 OPD = {"ppo.algo": "opd", "actor.path": POLICY}
 COMPANIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -200,7 +205,8 @@ def types_of(config: Any, name: str) -> tuple[Any, ...]:
 
 def general_values(found: NamedOption, types: tuple[Any, ...]) -> Iterator[Any]:
     """Values that follow from the type and the bounds of an option."""
-    about, value = found.option, found.value
+    about = found.option
+    value = found.value
     if isinstance(value, bool):
         yield not value
         return

@@ -49,7 +49,8 @@ class FocalInterface(SFTInterface):
 
 def build(config: Config) -> ExperimentSpec:
     """One call, on rows of the file."""
-    rows, keys = {"path": config.algorithm.chats}, ("packed_input_ids", "loss_mask")
+    rows = {"path": config.algorithm.chats}
+    keys = ("packed_input_ids", "loss_mask")
     actor = ModelSpec("actor", config.actor.path, trainable=True, optimizer=config.actor.optimizer)
     train = MFCDef(
         "actor_train",

@@ -101,7 +101,8 @@ def test_a_worker_sees_its_own_gpu_only(tmp_path, monkeypatch, inherited, own):
     monkeypatch.delenv(VISIBLE, raising=False)
     if inherited is not None:
         monkeypatch.setenv(VISIBLE, inherited)
-    scheduler, log = LocalScheduler(), tmp_path / "log"
+    scheduler = LocalScheduler()
+    log = tmp_path / "log"
     scheduler.start(WorkerSpec("w", "tests.launch.says_gpu", (), log, gpu=3))
     try:
         end = time.monotonic() + 60

@@ -170,7 +170,8 @@ REFUSED = "trial_name: 1_0 is 10 in YAML and the option is a text; put it in quo
 def test_texts_of_a_yaml_file_stay_what_was_written_or_are_refused(where, line, expected, tmp_path):
     """Both the file beside an experiment of the user, and one of the tree that another one builds on, which Hydra
     reads."""
-    arguments, folder = ["experiment=child"], CONFIGS
+    arguments = ["experiment=child"]
+    folder = CONFIGS
     if where == "user":
         (tmp_path / "own.py").write_text("def build(config):\n    raise NotImplementedError\n")
         written = tmp_path / "own.yaml"
@@ -354,7 +355,8 @@ def test_what_is_not_installed_or_cannot_be_written_is_told_at_the_check(capsys,
 def test_a_folder_of_somebody_else_cannot_be_written_and_nothing_is_made_there():
     """A root that is no folder of this user's, or does not exist below one that is not."""
     with tempfile.TemporaryDirectory() as name:
-        folder, user = Path(name), os.geteuid()
+        folder = Path(name)
+        user = os.geteuid()
         (folder / "theirs").mkdir()
         folder.chmod(0o755), (folder / "theirs").chmod(0o555)
         for root in (folder / "theirs", folder / "theirs" / "runs"):
@@ -385,7 +387,8 @@ def test_learning_rates_of_the_built_in_policy_are_not_those_of_other_models(tin
         config = compose_config(arguments).config
         return config.actor.optimizer.lr, config.warm_start.optimizer.lr
 
-    small, usual = (3e-4, 2.5e-3), (1e-6, 1e-5)
+    small = (3e-4, 2.5e-3)
+    usual = (1e-6, 1e-5)
     for chosen in ("seed=1", "model=builtin", "model=builtin_tiny", "actor.path=builtin", f"actor.path={tiny_policy}"):
         assert rates("experiment=grpo_aws", chosen) == small, chosen
     hub = ("experiment=grpo_aws", "actor.path=owner/name", "actor.warm_start=true")

@@ -255,7 +255,8 @@ def with_peft(monkeypatch):
 
 def test_targets_are_looked_for_in_the_heads_of_the_files(tmp_path):
     """Names of matrices in numbered blocks, whole or their ends; embeddings, heads, norms and biases are none."""
-    matrix, vector = torch.zeros(2, 2), torch.zeros(2)
+    matrix = torch.zeros(2, 2)
+    vector = torch.zeros(2)
     tensors = {
         "model.embed_tokens.weight": matrix,
         "lm_head.weight": matrix.clone(),

@@ -26,10 +26,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("outside")
     for suffix in ("py", "yaml"):
         shutil.copy(HERE / f"own_algorithm.{suffix}", folder / f"focal.{suffix}")
-    ask, answer = (
-        {"role": "user", "content": "list the queues"},
-        {"role": "assistant", "content": "aws sqs list-queues"},
-    )
+    ask = {"role": "user", "content": "list the queues"}
+    answer = {"role": "assistant", "content": "aws sqs list-queues"}
     (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": [ask, answer]}) for _ in range(4)))
     build_builtin_policy(folder / "chats.jsonl", folder / "model", TINY, seed=0)
     return folder

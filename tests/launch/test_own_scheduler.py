@@ -105,7 +105,8 @@ def test_what_a_yaml_builds_on_may_choose_and_another_choice_may_not(folder: Pat
     """A scheduler is looked for in the experiment's own YAML and those that it builds on; one that comes with a
     model is refused."""
     shutil.copytree(CONFIGS, tmp_path / "configs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    base, own = tmp_path / "configs" / "experiment" / "base.yaml", tmp_path / "mine.yaml"
+    base = tmp_path / "configs" / "experiment" / "base.yaml"
+    own = tmp_path / "mine.yaml"
     base.write_text(f"# @package _global_\nscheduler: {{path: '{folder / 'diary.py'}:DIARY'}}\n")
     (tmp_path / "mine.py").write_text("def build(config):\n    raise NotImplementedError\n")
     own.write_text("defaults: [base, _self_]\n")

@@ -17,7 +17,8 @@ class Shelf:
 
 
 def test_a_run_keeps_what_its_environment_has_and_nothing_of_another(tmp_path: Path) -> None:
-    file, run = tmp_path / "shelf.py", tmp_path / "run"
+    file = tmp_path / "shelf.py"
+    run = tmp_path / "run"
     file.write_text(SHELF)
     run.mkdir()
     assert passport_file(str(file)) == passport_file(f"{file}:Shelf") == tmp_path / "Shelf.passport.json"

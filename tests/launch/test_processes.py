@@ -52,7 +52,8 @@ class ScriptedScheduler:
     called with what would be."""
 
     def __init__(self, *script, started=lambda spec: None):
-        self._script, self._started = list(script), started
+        self._script = list(script)
+        self._started = started
         self.killed: list[tuple[str, str, int, int]] = []
 
     def start(self, spec):
@@ -391,7 +392,8 @@ class FullScheduler:
     """Has no room for a worker; what it has is in ``started``."""
 
     def __init__(self, *full):
-        self._full, self.started = full, list[WorkerSpec]()
+        self._full = full
+        self.started = list[WorkerSpec]()
 
     def start(self, spec):
         if spec.name in self._full or spec.host in self._full:
@@ -407,7 +409,8 @@ class FullScheduler:
 
 
 def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(clock, tmp_path):
-    watch, display = supervisor("generation/0", "generation/1"), QUIET
+    watch = supervisor("generation/0", "generation/1")
+    display = QUIET
     scheduler = FullScheduler("generation/0")
     processes._replace_workers([end("generation/0")], scheduler, display, watch, tmp_path)
     assert scheduler.started == []
@@ -421,7 +424,8 @@ def test_a_successor_without_a_place_is_left_out_while_others_of_its_kind_run(cl
 
 def test_nobody_gets_a_successor_where_the_run_ends_anyway(clock, tmp_path):
     """A master that stood still is lost by all its workers: rollout workers used to be started once, for nothing."""
-    watch, display = supervisor("generation/0", "rollout_worker/0", "model_worker/0"), QUIET
+    watch = supervisor("generation/0", "rollout_worker/0", "model_worker/0")
+    display = QUIET
     scheduler = FullScheduler()
     with pytest.raises(WorkerFailed, match="model_worker/0 ended"):
         processes._replace_workers(
@@ -449,7 +453,9 @@ def test_a_host_that_joins_gets_workers_with_new_names_once_the_master_listens(t
     built = build_experiment(compose_config(["experiment=grpo_aws_async", f"fileroot={tmp_path}"]))
     more = ElasticWorkers(built.plan(built.spec, 0.0), "run", tmp_path / "keys")
     more.wanted = [WorkersWanted("b", "rollout_worker", 2), WorkersWanted("gone", "generation", 1)]
-    watch, scheduler, display = Supervisor(), FullScheduler("gone"), QUIET
+    watch = Supervisor()
+    scheduler = FullScheduler("gone")
+    display = QUIET
     more.start_wanted(scheduler, watch, display)
     assert scheduler.started == [] and more.wanted
     more.master = "tcp://10.0.0.1:1"

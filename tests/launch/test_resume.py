@@ -83,7 +83,8 @@ def with_option(composed, name, value):
 @pytest.mark.slow
 def test_random_changes_are_free_told_or_refused_as_their_fields_say(tmp_path):
     """Whatever could be launched into an empty folder is tried on one that has made five steps with other options."""
-    random, seen = Random(11), Counter()
+    random = Random(11)
+    seen = Counter()
     bases = [compose_config([*base, f"fileroot={tmp_path / str(i)}", "trial_name=t"]) for i, base in enumerate(BASES)]
     options = [(base, option) for base in bases for option in walk(base.config) if option.name not in WHERE]
     for base in bases:

@@ -94,7 +94,8 @@ class ToyTrain:
 @sources.register("toy_numbers")
 class ToyNumbers:
     def __init__(self, seed: int, limit: int = 10**9) -> None:
-        self._next, self._end = seed, seed + limit
+        self._next = seed
+        self._end = seed + limit
 
     def next_batch(self, n: int) -> list[SourceItem]:
         n = min(n, self._end - self._next)

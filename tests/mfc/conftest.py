@@ -67,7 +67,8 @@ def policy(tmp_path_factory, task):
     sample = ChatDataset(str(demonstrations), engine.tokenizer, system_prompt=SYSTEM_PROMPT).load(
         ["a", "b", "c"], [0, 1, 2]
     )
-    teacher, model = SFTInterface(), Model("actor", engine, engine.tokenizer)
+    teacher = SFTInterface()
+    model = Model("actor", engine, engine.tokenizer)
     for step in range(TEACHING_STEPS):
         engine.version = step
         teacher.train_step(model, sample, CallContext(step, step, MicroBatchSpec(), folder))

@@ -12,15 +12,25 @@ from realhf.algorithms.role_options import CriticConfig, CriticOptimizerConfig
 from realhf.api.config import GenConfig, MicroBatchConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from realhf.aws.environment import AwsOptions
 
-GROUP, SESSIONS, MAX_TURNS, MAX_NEW = 3, 3, 2, 40
+GROUP = 3
+SESSIONS = 3
+MAX_TURNS = 2
+MAX_NEW = 40
 TEMPERATURE = 0.8
-SCALING, BIAS, CLIP = 2.0, -0.25, 1.25
+SCALING = 2.0
+BIAS = -0.25
+CLIP = 1.25
 """Of rewards."""
-EPS_CLIP, EPS_CLIP_HIGHER, KL_LOSS = 0.2, 0.3, 0.05
+EPS_CLIP = 0.2
+EPS_CLIP_HIGHER = 0.3
+KL_LOSS = 0.05
 ACTOR_STEP = OptimizerConfig(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-4, gradient_clipping=0.05)
-KL_REWARD, DISCOUNT, LAMBDA = 0.1, 0.9, 0.8
+KL_REWARD = 0.1
+DISCOUNT = 0.9
+LAMBDA = 0.8
 CRITIC_STEP = CriticOptimizerConfig(lr=2e-3, weight_decay=0.0, beta1=0.9, beta2=0.99, eps=1e-4, gradient_clipping=0.0)
-OVERLONG_LENGTH, OVERLONG_BUFFER = 20, 0.5
+OVERLONG_LENGTH = 20
+OVERLONG_BUFFER = 0.5
 TRAIN_GROUPS = [[12, 20, 15, 9], [10, 18, 14, 11]]
 TRAIN_REWARDS = [1.0, 0.0, 0.25, 0.0, 0.5, 0.5, 0.5, 0.5]
 TRAIN_OUTCOME = [0, 0, 0, 3, 0, 0, 0, 0]

@@ -37,7 +37,9 @@ from realhf.transport.tensor_store import TensorStore
 from workers.model_worker import ModelWorker
 
 RUN_ID = "mfc"
-WORKER, DOOMED, ENV = "model_worker/0", "model_worker/1", "env/0"
+WORKER = "model_worker/0"
+DOOMED = "model_worker/1"
+ENV = "env/0"
 TIMEOUT_S = 200.0
 PRELOADED = ["workers.model_worker", "realhf.backends.training.torch_backend"]
 """What the server of processes imports once for all workers that are killed."""
@@ -88,7 +90,8 @@ class MfcBench:
     """Starts the worker with ``models`` and ``mfcs``, and two owners of tensors; runs calls by their names."""
 
     def __init__(self, folder, models, mfcs):
-        self._folder, self._models = folder, dict(models)
+        self._folder = folder
+        self._models = dict(models)
         self._mfcs = {mfc.name: mfc for mfc in mfcs}
         self._runner = asyncio.Runner()
         self._master = RpcMaster(RUN_ID)

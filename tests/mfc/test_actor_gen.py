@@ -95,7 +95,8 @@ def test_the_mask_covers_what_was_sampled_and_nothing_else(played, tokenizer):
 def test_logprobs_are_those_of_a_plain_forward_of_the_same_tokens(played, expected_logprobs):
     outputs, _ = played
     expected = expected_logprobs(outputs, TEMPERATURE)
-    found, versions = sequences(outputs, "packed_logprobs"), sequences(outputs, "packed_versions")
+    found = sequences(outputs, "packed_logprobs")
+    versions = sequences(outputs, "packed_versions")
     for number, (_, mask) in enumerate(rollouts(played)):
         sampled = mask[1:]
         torch.testing.assert_close(found[number][sampled], expected[number][sampled], atol=1e-3, rtol=0)

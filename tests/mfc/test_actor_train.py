@@ -163,7 +163,8 @@ def test_a_bad_input_is_one_error_changes_nothing_and_the_next_call_is_served(
     fresh, policy, train_sample, spoil, words
 ):
     assert words in fresh.error_of("actor_train", spoil(train_sample(4)))
-    before, after = weights(policy), weights(fresh.export("actor", "spoiled"))
+    before = weights(policy)
+    after = weights(fresh.export("actor", "spoiled"))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert fresh.run("actor_train", train_sample(4)).stats["n_updates"] == 1
 
@@ -180,7 +181,8 @@ def test_a_gradient_that_is_no_number_is_skipped_and_counted(fresh, policy, trai
     found = [fresh.run("actor_train", broken, step=step).stats for step in range(3)]
     assert [stats["skipped"] for stats in found] == [1, 1, 1] and "stop" not in found[1]
     assert "not finite in 3 updates in a row" in found[2]["stop"]
-    before, after = weights(policy), weights(fresh.export("actor", "skipped"))
+    before = weights(policy)
+    after = weights(fresh.export("actor", "skipped"))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert fresh.run("actor_train", sample, step=3).stats["skipped"] == 0
 

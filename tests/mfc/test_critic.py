@@ -75,7 +75,8 @@ def one_plain_step(critic, sample):
     """Half the mean squared distance to the normalised returns, and a step of AdamW on it."""
     returns = returns_of(sample)
     flat = torch.tensor([value for own in returns for value in own], dtype=torch.float64)
-    mean, std = float(flat.mean()), float(flat.std(correction=0))
+    mean = float(flat.mean())
+    std = float(flat.std(correction=0))
     valid = [row for row, code in enumerate(TRAIN_OUTCOME) if code == 0]
     ids = [sequences(sample, "packed_input_ids")[row] for row in valid]
     masks = [sequences(sample, "loss_mask")[row][1:] for row in valid]
@@ -107,7 +108,8 @@ def test_a_step_is_that_of_plain_torch(fresh, critic_folder, train_sample):
     expected = one_plain_step(plain, sample)
     assert {name: stats[name] for name in expected} == pytest.approx(expected, rel=1e-3)
     assert stats["lr"] == pytest.approx(CRITIC_STEP.lr)
-    trained, before = PlainCritic(fresh.export("critic", "critic trained")), PlainCritic(critic_folder)
+    trained = PlainCritic(fresh.export("critic", "critic trained"))
+    before = PlainCritic(critic_folder)
     stepped = dict(plain.named_parameters())
     moved = 0.0
     for name, parameter in trained.named_parameters():

@@ -9,7 +9,8 @@ from realhf.api.sample import SequenceSample
 from tests.mfc.graph_calls import BIAS, CLIP, OVERLONG_BUFFER, OVERLONG_LENGTH, SCALING
 from tests.mfc.mfc_bench import as_lists, replaced, shortened
 
-FILTERED, ENV_ERROR = 2, 3
+FILTERED = 2
+ENV_ERROR = 3
 SCORES = [[0.0, 0.25, 1.0], [0.5, -1.0, 0.75]]
 VALID = [[0, 0, 0], [0, 0, 0]]
 

@@ -166,7 +166,8 @@ def test_nothing_is_said_about_a_healthy_run() -> None:
 @pytest.mark.parametrize("name", ILL)
 def test_an_illness_is_found_and_no_other(name: str) -> None:
     since, courses, more = ILL[name]
-    rows, index = run(**courses), more.get("index", ())
+    rows = run(**courses)
+    index = more.get("index", ())
     found = advise(rows, index, **{key: value for key, value in more.items() if key != "index"})
     assert [one.id for one in found] == [name]
     (advisory,) = found

@@ -168,7 +168,8 @@ def test_the_bound_comes_from_the_configuration(tmp_path: Path):
 
 
 def test_a_run_ends_with_a_trace_and_its_advisories(tmp_path: Path):
-    folder, stream = run_folder(tmp_path), io.StringIO()
+    folder = run_folder(tmp_path)
+    stream = io.StringIO()
     with open_trace(folder, "master") as tracer:
         log = RunLog(
             folder, MonitorConfig(trackers=[]), EventStream(stream), completed_steps=0, total_steps=3, tracer=tracer

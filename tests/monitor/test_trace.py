@@ -57,7 +57,8 @@ def test_two_processes_become_one_file(tmp_path: Path):
     assert (step["pid"], step["tid"]) == (4000, line_number("rollout_worker/0", "slot 3"))
     assert by_name["weights"]["ph"] == "i" and by_name["weights"]["args"] == {"version": 2}
     assert by_name["episodes"]["ph"] == "C" and by_name["episodes"]["args"] == {"running": 4.0}
-    outer, inner = by_name["train"], by_name["train/inner"]
+    outer = by_name["train"]
+    inner = by_name["train/inner"]
     assert outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
     assert by_name["train"]["args"] == {"step": 1} and "args" not in by_name["train/inner"]
 
@@ -81,7 +82,8 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size=30)
 @settings(max_examples=200, deadline=None)
 @given(SPANS)
 def test_spans_of_one_lane_are_nested_or_apart(spans: list[tuple[int, int]]):
-    lanes, placed = Lanes(), {}
+    lanes = Lanes()
+    placed = {}
     for span in spans:
         placed.setdefault(lanes.place("main", *span), []).append(span)
     for lane in placed.values():

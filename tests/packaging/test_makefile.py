@@ -158,7 +158,8 @@ def test_the_versions_that_are_named_agree() -> None:
     """The Makefile, the package and the README name the same Pythons."""
     stated = re.search(r"^PYTHONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert stated and tuple(stated[1].split()) == NAMES
-    setup, readme = (ROOT / "setup.py").read_text(), (ROOT / "README.md").read_text()
+    setup = (ROOT / "setup.py").read_text()
+    readme = (ROOT / "README.md").read_text()
     assert 'python_requires=">=3.11"' in setup
     for version in ("3.11", "3.12", "3.13"):
         assert f"Python :: {version}" in setup and version in readme

@@ -36,7 +36,8 @@ def spelt(text: str) -> list[int]:
 @asynccontextmanager
 async def serving(limits: Limits) -> AsyncIterator[Endpoint]:
     """An endpoint that is up, and one pool of connections to it."""
-    server, http = OpenAiServer(Sessions(chat(), limits)), openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
+    server = OpenAiServer(Sessions(chat(), limits))
+    http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
     await server.start()
     try:
         yield server, http
@@ -71,7 +72,9 @@ class FakeTokens:
         self.fail = 0
         self.hold: asyncio.Event | None = None
         self.cancelled = 0
-        self._speak, self._part, self._finish = speak, part, finish
+        self._speak = speak
+        self._part = part
+        self._finish = finish
 
     async def generate(self, request: GenRequest) -> GenOutput:
         self.requests.append(request)
@@ -86,7 +89,8 @@ class FakeTokens:
         prompt = list(request.token_ids)[: len(request.token_ids) - request.sampled]
         words = self._speak(chat()._tokenizer.decode(prompt))
         whole = spelt(words) + ([chat().stop_ids[0]] if self._finish == "stop" else [])
-        rest, version = whole[request.sampled :], len(self.requests)
+        rest = whole[request.sampled :]
+        version = len(self.requests)
         self.said.append(len(rest[: self._part] if self._part else rest))
         if self._part and len(rest) > self._part:
             part = rest[: self._part]

@@ -10,7 +10,8 @@ from typing import Any
 
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 
-BRANCHES_EVERY, FAILS_EVERY = 2, 5
+BRANCHES_EVERY = 2
+FAILS_EVERY = 5
 
 
 async def rollout(
@@ -29,8 +30,10 @@ async def rollout(
 
 
 async def _played(ai: AsyncOpenAI, session: Any, fails_every: int) -> dict[str, float] | None:
-    messages, rewards = list(session.messages), {}
-    opening, earned = list(messages), 0.0
+    messages = list(session.messages)
+    rewards = {}
+    opening = list(messages)
+    earned = 0.0
 
     async def say(conversation: list[Any]) -> Any:
         return await ai.chat.completions.create(model="policy", messages=conversation, tools=session.tools)

@@ -20,7 +20,8 @@ class Scripted:
     exception to raise, or "hang"; None is the usual."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.number = world, world.made
+        self.world = world
+        self.number = world.made
         world.made += 1
         self.said: list[str] = []
         self.seed = -1
@@ -28,7 +29,8 @@ class Scripted:
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         self.world.log.append((self.number, "reset"))
-        self.seed, self.said = seed, []
+        self.seed = seed
+        self.said = []
         await self._perhaps(self.world.on_reset(self))
         return Opening([{"role": "user", "content": str(task.get("text", "do it"))}])
 

@@ -82,7 +82,8 @@ async def test_a_completion_reaches_the_environment_as_the_policy_said_it() -> N
     the agent was given."""
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-    env, given = Listener(), []
+    env = Listener()
+    given = []
 
     async def agent(task: Mapping[str, Any], base_url: str, session: AgentSession) -> None:
         http = DefaultAsyncHttpxClient(trust_env=False, verify=False)
@@ -170,7 +171,9 @@ async def test_an_episode_that_is_cancelled_from_outside_stays_cancelled() -> No
 
 async def test_what_an_agent_leaves_running_does_not_reach_the_environment_any_more() -> None:
     """One step is under way when the agent returns, and one comes after; the slot is another episode's by then."""
-    env, left, begun = Listener(), [], asyncio.Event()
+    env = Listener()
+    left = []
+    begun = asyncio.Event()
 
     async def held(message: AssistantMessage) -> Turn:
         begun.set()

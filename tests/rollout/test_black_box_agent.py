@@ -197,7 +197,8 @@ async def test_a_failed_engine_is_the_policys_until_a_later_turn_succeeds(fake: 
         assert outcome.reward == (0.25 if status == "finished" else None)
 
     async def lives_with_it(task: Any, base_url: str, session: AgentSession) -> float:
-        tokens.fail, tokens.hold = 0, asyncio.Event()
+        tokens.fail = 0
+        tokens.hold = asyncio.Event()
         asking = asyncio.ensure_future(ask(base_url))
         while not tokens.requests:
             await asyncio.sleep(0.005)

@@ -53,7 +53,8 @@ def test_errors_and_solutions_are_told(chat: TemplateChat) -> None:
     environment's own reasons, or did nothing that was called wrong, is told nothing."""
     wrong = rollout(chat, ("aws s3 mk", "error: no such command"), ("aws s3 ls", "ok"), ("f()", '{"error": "no f"}'))
     right, again = (rollout(chat, (f"aws s3 mb {name}", "ok"), achieved=True) for name in ("a", "b"))
-    idle, lost = rollout(chat, ("aws s3 ls", "ok")), rollout(chat, ("x", "error: y"), status="lost")
+    idle = rollout(chat, ("aws s3 ls", "ok"))
+    lost = rollout(chat, ("x", "error: y"), status="lost")
     group = [wrong, right, again, idle, lost]
     errors = feedback_text(wrong, group, "errors")
     assert "aws s3 mk\nerror: no such command\nf()\n" in errors and "aws s3 ls" not in errors
@@ -85,7 +86,8 @@ def test_the_text_stands_in_the_prompt_within_its_bounds(chat: TemplateChat) -> 
 
 def test_a_sample_has_the_prompts_where_they_are_asked_for(chat: TemplateChat) -> None:
     """A row that was told nothing, or trains nothing, has a single -1."""
-    wrong, idle = rollout(chat, ("a", "error: b")), rollout(chat, ("a", "b"))
+    wrong = rollout(chat, ("a", "error: b"))
+    idle = rollout(chat, ("a", "b"))
     lost = replace(rollout(chat, status="lost"), feedback_prompt=[1, 2])
     group = [*Feedback(chat, "errors", 64, 500)([wrong, idle]), lost]
     sample = outcomes_to_sample(["s"], [group], feedback=True)

@@ -185,7 +185,8 @@ async def test_errors_and_deadlines_end_a_request(client: Any, engines: list[Fak
         await client.generate(GenRequest(0, [1]))
     assert sum(len(engine.asked) for engine in engines) == 3
     for engine in engines:
-        engine.error, engine.open = None, False
+        engine.error = None
+        engine.open = False
     client._timeout_s = 0.05
     with pytest.raises(GenerationFailed, match="did not answer generate"):
         await client.generate(GenRequest(0, [1]))

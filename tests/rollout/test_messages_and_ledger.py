@@ -103,7 +103,8 @@ def rendered(messages: list[Message], ids: dict[tuple[Message, ...], list[list[i
     spoken = [n for n, message in enumerate(messages, 1) if message.role == "assistant"]
     if not spoken or tuple(messages[: spoken[-1]]) not in ids:
         return [chat().opening([message.for_template() for message in messages])]
-    head, tail = messages[: spoken[-1]], messages[spoken[-1] :]
+    head = messages[: spoken[-1]]
+    tail = messages[spoken[-1] :]
     between = [message.for_template() for message in tail]
     return [known + chat().following_messages(between, ended=known[-1] == STOP) for known in ids[tuple(head)]]
 

@@ -281,7 +281,8 @@ async def test_a_session_may_have_fewer_turns_than_the_others(endpoint: Endpoint
 async def test_turns_under_way_count_to_the_limit(endpoint: Endpoint) -> None:
     """Of several that are asked for at once too; one that fails leaves its place to another."""
     tokens = FakeTokens(heard)
-    tokens.fail, tokens.hold = 1, asyncio.Event()
+    tokens.fail = 1
+    tokens.hold = asyncio.Event()
     async with served(endpoint, tokens, max_turns=2) as (_, session, client):
         with pytest.raises(openai.InternalServerError):
             await say(client, [USER])

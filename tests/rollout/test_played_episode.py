@@ -368,11 +368,13 @@ def outcome(status: str = "achieved", *, prompt: int = 3, sampled: int = 2, env:
 def test_figures_of_several_workers_and_rounds_are_those_of_all_their_rollouts() -> None:
     """A worker with one rollout of a group counted for as much as one with seven, and one whose rollouts all failed for
     as much as any: success of the hard group was 0.5."""
-    lucky, unlucky = replace(outcome(), group="hard"), replace(outcome("max_turns", reward=0.0), group="hard")
+    lucky = replace(outcome(), group="hard")
+    unlucky = replace(outcome("max_turns", reward=0.0), group="hard")
     slow = replace(outcome(), rewards={"speed": 0.25}, metrics={"calls": 6.0})
     fast = replace(outcome(), rewards={"speed": 1.0}, metrics={"calls": 2.0})
     shards = [[lucky, *[slow] * 7], [*[unlucky] * 7, fast], [outcome("internal")] * 8, [fast] * 2]
-    parts, sizes = [rollout_statistics(shard) for shard in shards], [len(shard) for shard in shards]
+    parts = [rollout_statistics(shard) for shard in shards]
+    sizes = [len(shard) for shard in shards]
     whole = rollout_statistics([one for shard in shards for one in shard])
     first = merge_stats(parts[:3], sizes[:3], parallel=True)
     merged = merge_stats([first, parts[3]], [sum(sizes[:3]), sizes[3]], parallel=False)
@@ -386,7 +388,9 @@ def test_shifted_keys_sit_before_the_token_they_predict() -> None:
     sample = outcomes_to_sample(["a"], [[outcome(), outcome(prompt=1, sampled=1, env=0)]])
     assert sample.seqlens["packed_input_ids"] == [[9, 3]]
     assert sample.seqlens["packed_logprobs"] == [[8, 2]]
-    mask, logprobs, versions = sample["loss_mask"], sample["packed_logprobs"], sample["packed_versions"]
+    mask = sample["loss_mask"]
+    logprobs = sample["packed_logprobs"]
+    versions = sample["packed_versions"]
     shifted_mask = torch.cat([mask[1:9], mask[10:12]])
     assert torch.equal(logprobs != 0, shifted_mask)
     assert torch.equal(versions == 7, shifted_mask)
@@ -460,7 +464,8 @@ def test_turns_are_numbered_where_the_policy_spoke() -> None:
 def test_a_group_whose_conversations_are_judged_apart_has_signal() -> None:
     """Its main trajectories alone were looked at, so that it gave way although rows of it had an advantage. What is
     known of it travels with the sample, as master and journal get it."""
-    worse, lost = replace(outcome(), reward=0.25), replace(outcome("internal"), reward=None)
+    worse = replace(outcome(), reward=0.25)
+    lost = replace(outcome("internal"), reward=None)
     groups = [[played(branches=(worse, lost)), played()], [played(branches=(played(),)), played()]]
     whole = outcomes_to_sample(["a", "b"], groups)
     meta = decode_sample([bytes(frame) for frame in encode_sample(whole.meta())])

@@ -70,7 +70,8 @@ def jittery(world: World) -> World:
 
 
 async def test_outcomes_come_in_order_on_slots_of_their_own() -> None:
-    world, tokens = World(), Words()
+    world = World()
+    tokens = Words()
     own = player(world)
     played = await own.play(wanted(7), tokens)
     assert [outcome.task_id for outcome in played.outcomes] == [f"t-{n}" for n in range(7)]
@@ -166,7 +167,8 @@ def test_an_error_of_the_engine_is_raised_and_the_player_goes_on() -> None:
 
 def test_an_environment_that_blocks_the_loop_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realhf.rollout.blocking_player._CHECK_S", 0.05)
-    over, look = threading.Event(), BlockingPlayer._check_loop
+    over = threading.Event()
+    look = BlockingPlayer._check_loop
 
     def looked(player: BlockingPlayer) -> None:
         try:

@@ -49,8 +49,10 @@ class FakeMaster:
         if request.method == "allocate":
             count = request.payload["count"]
             self.asked.append(count)
-            shares, self.shares = self.shares[:count], self.shares[count:]
-            given, self.leases = self.leases[: count - len(shares)], self.leases[count - len(shares) :]
+            shares = self.shares[:count]
+            self.shares = self.shares[count:]
+            given = self.leases[: count - len(shares)]
+            self.leases = self.leases[count - len(shares) :]
             request.reply(ALLOCATE.pack_answer(AllocateAnswer(given or (None if shares else []), shares)))
         elif request.method == "evaluated":
             self.evaluated.append(EVALUATED.unpack(request.payload))
@@ -222,7 +224,8 @@ def lease(deadline_s: float = 30.0) -> RolloutLease:
 def player(
     world: World, tokens: Any = None, name: str = "minimum_group", retries: int = 0, least: int = 2, **spec: Any
 ) -> GroupPlayer:
-    policy, played = failure_policy(name, retries, least), world.spec(**spec)
+    policy = failure_policy(name, retries, least)
+    played = world.spec(**spec)
     agent = TurnAgent(WordChat(), Limits(4, 500, 8), "")
     own = Player(played, "", agent, N, first_slot=10, retries=policy.retries, message_timeout_s=5.0, patience_s=0.0)
     return group_player(own, tokens or Words(), policy, played)
@@ -261,7 +264,8 @@ class Kept:
 
 async def test_every_rollout_is_kept_whole_also_of_a_group_that_is_refused_or_too_late() -> None:
     hang = [False]
-    kept, world = Kept(), World(lambda env, message: "hang" if hang[0] and env.number == 0 else None)
+    kept = Kept()
+    world = World(lambda env, message: "hang" if hang[0] and env.number == 0 else None)
     played = replace(world.spec(), tasks=lambda split: TwoTasks())
     own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), "be brief"), N, patience_s=0.0)
     one = group_player(own, Words(), failure_policy("minimum_group", 0, 2), played, kept)
@@ -335,7 +339,8 @@ async def test_what_a_failed_rollout_means_is_the_policys_affair() -> None:
         with pytest.raises(GroupFailed, match=match) as failed:
             await refused.play(lease())
         assert failed.value.outcome == "env_error"
-    world, tokens = World(), Words(broken=True)
+    world = World()
+    tokens = Words(broken=True)
     with pytest.raises(GroupFailed, match="policy: no generation worker") as failed:
         await player(world, tokens, name="fail_fast", retries=5).play(lease())
     assert failed.value.outcome == "engine_error" and len(tokens.requests) == N, "no second attempt"
@@ -384,7 +389,8 @@ def share(part: int, parts: int, *, greedy: bool = False) -> EvaluationPart:
 
 
 async def test_the_shares_of_an_evaluation_are_every_held_out_instance_once() -> None:
-    tokens, world = Words(), World()
+    tokens = Words()
+    world = World()
     played = replace(world.spec(), tasks=lambda split: TwoTasks())
     own = Player(played, "", TurnAgent(WordChat(), Limits(4, 500, 8), ""), N, patience_s=0.0)
     one = group_player(own, tokens, failure_policy("minimum_group", 0, 2), played)

@@ -30,7 +30,8 @@ class Engine:
     """Says these turns, in parts of ``part`` tokens where it is not 0."""
 
     def __init__(self, *turns: str, part: int = 0) -> None:
-        self.turns, self.part = turns, part
+        self.turns = turns
+        self.part = part
         self.requests: list[GenRequest] = []
         self.sampled = self._spoken = 0
 
@@ -51,7 +52,8 @@ class World:
     """Answers with these messages, one turn after the other, and pays 1, 2, 4, ..."""
 
     def __init__(self, *answers: Any) -> None:
-        self.answers, self.steps = answers, 0
+        self.answers = answers
+        self.steps = 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         return Opening([{"role": "user", "content": "begin"}])
@@ -124,7 +126,8 @@ async def test_reasoning_that_the_template_keeps_stays_in_the_row() -> None:
 async def test_without_reasoning_there_is_one_row_as_if_it_were_kept() -> None:
     plain = ("ls a", "ls b", "<think>\nlast\n</think>\n\nls c")
     answers = tuple(("user", word) for word in "xyz")
-    dropped, kept = Engine(*plain), Engine(*plain)
+    dropped = Engine(*plain)
+    kept = Engine(*plain)
     one = await play(dropped, World(*answers))
     other = await play(kept, World(*answers), keep=True)
     assert dropped.requests == kept.requests and not one.branches

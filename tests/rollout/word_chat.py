@@ -8,7 +8,9 @@ from typing import Any
 from realhf.api.environment import AssistantMessage
 from realhf.api.model import GenOutput, GenRequest
 
-END, FOLLOW, CUE = 900, 901, 902
+END = 900
+FOLLOW = 901
+CUE = 902
 
 
 class WordChat:

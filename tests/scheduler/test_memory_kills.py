@@ -50,7 +50,9 @@ def write(folder: Path, **files: str) -> None:
 def test_a_kill_in_the_own_group_is_seen_for_a_while(
     tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups, proc, clock = tmp_path / "groups", tmp_path / "proc", [100.0]
+    groups = tmp_path / "groups"
+    proc = tmp_path / "proc"
+    clock = [100.0]
     monkeypatch.setattr(process_clock, "now", lambda: clock[0])
     line = {"second": "0::/job/run", "container": "0::/", "first": "4:memory:/job\n0::/", "machine": "0::/"}[layout]
     write(proc / "self", cgroup=f"{line}\n")

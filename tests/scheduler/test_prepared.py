@@ -63,7 +63,8 @@ def spec(folder: Path, name: str, seconds: float, **more: object) -> WorkerSpec:
 
 def events_of(scheduler: LocalScheduler, name: str) -> tuple[list[str], WorkerExit]:
     """The lines of a worker, and its end."""
-    lines, end = [], time.monotonic() + LIMIT_S
+    lines = []
+    end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
         for found in scheduler.wait(0.5):
             if isinstance(found, WorkerLine):

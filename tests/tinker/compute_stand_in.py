@@ -9,7 +9,9 @@ class Compute:
     """Stands in for the process that computes: it keeps its jobs until a test answers them."""
 
     def __init__(self, options, told, lost) -> None:
-        self.told, self.lost, self.jobs = told, lost, list[Job]()
+        self.told = told
+        self.lost = lost
+        self.jobs = list[Job]()
 
     def start(self) -> None:
         self.jobs = []

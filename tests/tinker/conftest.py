@@ -33,7 +33,9 @@ class Server:
 
     def __init__(self, model: Path, root: Path, *options: str, port: int = 0) -> None:
         self._command = [sys.executable, "-m", "realhf.tinker", "--model", str(model), "--root", str(root), *options]
-        self.root, self.url, self._port = root, "", port
+        self.root = root
+        self.url = ""
+        self._port = port
         self.start()
 
     def start(self) -> None:

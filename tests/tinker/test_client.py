@@ -75,7 +75,8 @@ def test_steps_are_those_of_a_plain_loop(service, policy, unembedding):
     create = service.create_lora_training_client
     trainer = create(str(policy), rank=4, seed=7, train_unembed=unembedding).result()
     more = ["lm_head"] if unembedding else []
-    found, expected = np.array(steps(trainer, 6)), np.array(plain_loop(policy, 6, *more))
+    found = np.array(steps(trainer, 6))
+    expected = np.array(plain_loop(policy, 6, *more))
     np.testing.assert_allclose(found[:, 0], expected[:, 0], rtol=1e-5)
     np.testing.assert_allclose(found[:, 1], expected[:, 1], rtol=1e-3)
     assert found[-1, 0] < 0.97 * found[0, 0]
@@ -175,7 +176,8 @@ def test_samples_come_from_the_weights_that_were_saved(trainer, service, policy)
     does not change what was saved."""
     steps(trainer, 8)
     sampler = trainer.save_weights_and_get_sampling_client().result()
-    prompt, params = types.ModelInput.from_ints(TEXT[0][:8]), types.SamplingParams(max_tokens=12, seed=5, stop=[])
+    prompt = types.ModelInput.from_ints(TEXT[0][:8])
+    params = types.SamplingParams(max_tokens=12, seed=5, stop=[])
     first = sampler.sample(prompt, 3, params).result()
     assert [len(each.tokens) for each in first.sequences] == [12] * 3
     assert len({tuple(each.tokens) for each in first.sequences}) == 3
@@ -195,7 +197,8 @@ def test_what_is_known_of_a_prompt(service, policy):
     """Log-probabilities, the likeliest tokens, those of given tokens, and of the end of the prompt only."""
     sampler = service.create_sampling_client(base_model=str(policy)).result()
     tokens = TEXT[0]
-    prompt, params = types.ModelInput.from_ints(tokens), types.SamplingParams(max_tokens=1, temperature=1.0)
+    prompt = types.ModelInput.from_ints(tokens)
+    params = types.SamplingParams(max_tokens=1, temperature=1.0)
     ids = np.full((len(tokens) - 1, 2), -1)
     ids[:, 0], ids[3, 1] = tokens[1:], 9
     found = sampler.sample(
@@ -270,7 +273,8 @@ def test_a_whole_model_is_downloaded_and_is_the_trained_one(trainer, service, se
     from transformers import AutoModelForCausalLM
 
     steps(trainer, 4)
-    path, rest = trainer.save_weights_external("whole").result().path, service.create_rest_client()
+    path = trainer.save_weights_external("whole").result().path
+    rest = service.create_rest_client()
     urls = rest.get_external_weights_urls(path).result().urls
     for name, url in urls.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -300,7 +304,8 @@ def test_a_whole_model_is_downloaded_and_is_the_trained_one(trainer, service, se
 def test_weights_with_a_name_are_sampled_by_their_path(trainer, service):
     steps(trainer, 2)
     path = trainer.save_weights_for_sampler("named").result().path
-    prompt, params = types.ModelInput.from_ints(TEXT[0]), types.SamplingParams(max_tokens=6, seed=1, stop=[])
+    prompt = types.ModelInput.from_ints(TEXT[0])
+    params = types.SamplingParams(max_tokens=6, seed=1, stop=[])
     by_path = service.create_sampling_client(model_path=path).result().sample(prompt, 1, params).result()
     at_once = trainer.save_weights_and_get_sampling_client().result().sample(prompt, 1, params).result()
     assert by_path.sequences[0].tokens == at_once.sequences[0].tokens

@@ -124,7 +124,8 @@ def test_a_whole_model_is_downloaded(service, trainer, tmp_path):
 
 
 def test_it_is_told_that_there_are_no_adapters(service, trainer, policy):
-    info, rest = trainer.get_info(), service.create_rest_client()
+    info = trainer.get_info()
+    rest = service.create_rest_client()
     assert info.is_lora is False and info.lora_rank is None
     path = trainer.save_state("none").result().path
     assert rest.get_weights_info_by_tinker_path(path).result().is_lora is False

@@ -243,7 +243,8 @@ def test_a_model_is_gone_where_something_is_not_done_again():
     def fails(params):
         raise MemoryError("no more")
 
-    computer, told = Computer.__new__(Computer), []
+    computer = Computer.__new__(Computer)
+    told = []
     computer._heap = SimpleNamespace(trim=lambda: None)
     computer._reply = lambda done, *body: told.append(done)
     computer._round_robin = deque()
@@ -281,7 +282,10 @@ def test_the_client_goes_on_behind_a_step_that_is_no_number(trainer):
 )
 def test_whatever_is_refused_counts_its_number(trainer, server, content):
     """All 4xx: a body that is too large, unreadable, without a known path, or of another type."""
-    model, path, headers, status = trainer.model_id, "/save_weights", JSON, 413
+    model = trainer.model_id
+    path = "/save_weights"
+    headers = JSON
+    status = 413
     large = "x" * (2 << 20)
     given = f'{{"model_id": "{model}", "seq_id": 1, "path": "{large}"}}'.encode()
     if content == "chunked":
@@ -291,13 +295,21 @@ def test_whatever_is_refused_counts_its_number(trainer, server, content):
             f'{{"path": "{large}", "user_metadata": {{"seq_id": "7"}}, "model_id": "{model}", "seq_id": 1}}'.encode()
         )
     elif content == "no JSON":
-        given, status = f'{{"model_id": "{model}", "seq_id": 1, "path": ,,,'.encode(), 400
+        given = f'{{"model_id": "{model}", "seq_id": 1, "path": ,,,'.encode()
+        status = 400
     elif content == "path":
-        given, path, status = f'{{"model_id": "{model}", "seq_id": 1}}'.encode(), "/from_another_version", 404
+        given = f'{{"model_id": "{model}", "seq_id": 1}}'.encode()
+        path = "/from_another_version"
+        status = 404
     elif content == "proto":
-        given, path, headers, status = body(model, 1)[:-3], "/forward_backward", PROTO, 400
+        given = body(model, 1)[:-3]
+        path = "/forward_backward"
+        headers = PROTO
+        status = 400
     elif content == "whole":
-        given, path, status = f'{{"model_id": "{model}", "seq_id": 1}}'.encode(), "/forward_backward", 415
+        given = f'{{"model_id": "{model}", "seq_id": 1}}'.encode()
+        path = "/forward_backward"
+        status = 415
     with raw(server) as http:
         late = http.post("/forward_backward", content=body(model, 2), headers=PROTO).json()["request_id"]
         assert http.post(path, content=given, headers=headers).status_code == status
@@ -423,7 +435,8 @@ def test_a_step_that_makes_weights_without_values_is_refused(trainer, params, sa
 
 def test_weights_that_are_not_finite_are_no_success():
     model = TrainedModel.__new__(TrainedModel)
-    model.missing, model._weights_id = "", None
+    model.missing = ""
+    model._weights_id = None
     result = SimpleNamespace(skipped=False, grad_norm=1.0, stats={"lr": 1.0})
     tensors = {"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])}
     model._engine = SimpleNamespace(step=lambda options: result, version=1, adapters=None, weights=lambda: tensors)
@@ -529,7 +542,8 @@ def test_a_temperature_near_0_disturbs_nobody(service, policy):
 @pytest.mark.slow
 def test_a_prompt_as_long_as_the_context_is_scored(policy):
     """The client asks for a token behind it, and drops that; there was no room, so that it was refused."""
-    sampler, answers = sampler_of(policy), {}
+    sampler = sampler_of(policy)
+    answers = {}
     params = types.SamplingParams(max_tokens=1)
     for number, length in enumerate((256, 255)):
         prompt = types.ModelInput.from_ints(([5, 7] * 128)[:length])
@@ -577,7 +591,8 @@ def sampler_of(policy, **more) -> Sampler:
 
 
 def asked(**more):
-    prompt, params = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=2, seed=1, stop=[])
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+    params = types.SamplingParams(max_tokens=2, seed=1, stop=[])
     return types.SampleRequest.model_validate({"prompt": prompt, "sampling_params": params} | more)
 
 
@@ -604,7 +619,8 @@ def test_a_sparse_tensor_of_a_prompt_is_looked_at_before_it_is_spread(policy, ch
 
 def test_samples_that_only_wait_have_not_begun(policy):
     """All that had come were blamed when the process that computes died: the second time, all of them had failed."""
-    began, ended = [], []
+    began = []
+    ended = []
     sampler = sampler_of(policy, max_bytes=lambda: 1, on_start=began.append)  # room for a single row
     for number in range(3):
         sampler.submit(number, "", asked(num_samples=2), lambda number, *answer: ended.append(number))

@@ -23,7 +23,8 @@ def loop(url, policy, losses, n=STEPS):
     client = service.create_lora_training_client(str(policy), rank=4, seed=7).result()
     data = [datum(tokens) for tokens in TEXT]
     for number in range(n):
-        first, second = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
+        first = client.forward_backward(data, "cross_entropy")
+        second = client.optim_step(ADAM)
         losses.append((first.result().metrics["loss:sum"], second.result().metrics["weights_version"]))
         if number % 4 == 3:
             sampler = client.save_weights_and_get_sampling_client().result()

@@ -32,8 +32,11 @@ def by_hand(name, p, inputs, sequence, settings):
     found = []
     for t in range(N):
         given = {key: float(values[t]) for key, values in inputs.items()}
-        own, reference, advantage = float(p[t]), given.get("logprobs", 0.0), given.get("advantages", 0.0)
-        low, high = given.get(LOW, settings.get(LOW)), given.get(HIGH, settings.get(HIGH))
+        own = float(p[t])
+        reference = given.get("logprobs", 0.0)
+        advantage = given.get("advantages", 0.0)
+        low = given.get(LOW, settings.get(LOW))
+        high = given.get(HIGH, settings.get(HIGH))
         ratio = math.exp(own - reference)
         if name == "gspo":
             marked = [s for s in range(N) if sequence[s] == sequence[t] and inputs[SEQUENCE_MASK][s] != 0]

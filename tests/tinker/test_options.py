@@ -114,7 +114,8 @@ def test_what_is_owed_is_found_again_and_bodies_go_when_a_state_holds_them(tmp_p
     store.close()
     store = Store(tmp_path)
     assert [(each.seq, each.body) for each in store.pending()] == [(2, b"body"), (3, b"body")]
-    first, second = store.request("m:0"), store.request("m:1")
+    first = store.request("m:0")
+    second = store.request("m:1")
     assert (first.state, first.result, first.info) == (FINISHED, b"answer", {"version": 1})
     assert (second.state, second.error, second.theirs) == (FAILED, "no", True)
     assert store.request("m:2").state == WAITING and store.request("m:9") is None

@@ -19,7 +19,8 @@ from realhf.backends.training.torch_engine import TorchEngine
 from tests.tinker.conftest import KEY
 
 pytestmark = pytest.mark.nightly
-STEPS, GROUPS = 20, [[19, 24, 16], [15, 35, 22], [28, 17, 20]]
+STEPS = 20
+GROUPS = [[19, 24, 16], [15, 35, 22], [28, 17, 20]]
 LENGTHS = [n for group in GROUPS for n in group]
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAM = types.AdamParams(learning_rate=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.01, grad_clip_norm=1.0)
@@ -70,7 +71,9 @@ def train(interface, engine, samples, folder) -> list[float]:
 
 def data_of(sample, **inputs: torch.Tensor) -> list[types.Datum]:
     """The sequences as a client sends them; ``inputs`` are packed, one for each predicted token."""
-    data, at, place = [], 0, 0
+    data = []
+    at = 0
+    place = 0
     for n in LENGTHS:
         ids = sample["packed_input_ids"][at : at + n].tolist()
         own = {name: values[place : place + n - 1].numpy().astype(np.float32) for name, values in inputs.items()}
@@ -79,7 +82,8 @@ def data_of(sample, **inputs: torch.Tensor) -> list[types.Datum]:
                 model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs={"target_tokens": ids[1:], **own}
             )
         )
-        at, place = at + n, place + n - 1
+        at = at + n
+        place = place + n - 1
     return data
 
 
@@ -111,7 +115,10 @@ def test_supervised_steps(server, policy, tmp_path):
 def test_policy_gradient_steps(server, policy, tmp_path):
     """GRPO from rollouts of a neighbouring policy, so that ratios are none and clips decide; advantages by the plain
     formula."""
-    draw, engine, samples, batches = torch.Generator().manual_seed(0), engine_of(policy), [], []
+    draw = torch.Generator().manual_seed(0)
+    engine = engine_of(policy)
+    samples = []
+    batches = []
     mask = predicted(batch(0)["loss_mask"])
     sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS) - 1)
     for step in range(STEPS):

@@ -254,7 +254,8 @@ def test_of_two_saves_under_one_name_the_second_fails(opened):
     """Sent without waiting in between both succeeded, and the second removed the folder of the first."""
     service = opened()
     model = model_of(service)
-    first, second = save(service, model, 1), save(service, model, 2)
+    first = save(service, model, 1)
+    second = save(service, model, 2)
     answer_saves(service)
     assert service.store.request(first).state == FINISHED
     assert "say overwrite" in service.store.request(second).error
@@ -364,7 +365,8 @@ def test_a_model_that_is_not_made_again_fails_aloud(opened):
     assert [job.again for job in service._process.jobs] == [True, True, True, False]
     service._process.answer()
     service._process.answer(error="out of memory")
-    rest, again = service._process.works[:2], service._process.works[2:]
+    rest = service._process.works[:2]
+    again = service._process.works[2:]
     assert rest == [Update(model, {}), Forward(model)]
     assert [type(work) for work in again] == [Unload, Create, Forward, Update, Forward]
     service._process.answer(2)  # they belong to the first try, and change nothing

@@ -52,7 +52,8 @@ class ServerProcess:
         self._fault_rate = fault_rate
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._store, self._log = store, log
+        self._store = store
+        self._log = log
         self.kills = 0
         self.restart_s: list[float] = []
         self.failed_starts = 0
@@ -223,7 +224,9 @@ class Clients:
     async def train(self, name: str, explicit: bool, done: Callable[[], bool]) -> None:
         """Pull batches until there are none and the producers are done."""
         headers = {"X-Trainer-Id": name} | ({"X-Ack-Mode": "explicit"} if explicit else {})
-        held, held_in, lease = list[int](), 0, ""
+        held = list[int]()
+        held_in = 0
+        lease = ""
         while True:
             finished = done()
             answer = await self.ask("GET", "/batch", headers=headers)
@@ -240,7 +243,9 @@ class Clients:
                     return
                 await asyncio.sleep(0.02)
                 continue
-            held, held_in, lease = _ids(batch), _epoch(answer), answer.headers["x-lease-id"]
+            held = _ids(batch)
+            held_in = _epoch(answer)
+            lease = answer.headers["x-lease-id"]
             self._ledger.receive(int(answer.headers["x-batch-step"]), held, held_in)
             if explicit:
                 acked = await self.ask("POST", "/batch/ack", json={"lease_id": lease})
@@ -377,7 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 redis=redis,
             )
         )
-        wall, problems = time.monotonic() - began, ledger.balance() + compare(servers) + untold(servers, ledger)
+        wall = time.monotonic() - began
+        problems = ledger.balance() + compare(servers) + untold(servers, ledger)
         if arguments.fault_rate or redis:
             print(
                 f"faults set off {sum(server.said('fault that was set off') for server in servers)}, restarts of "
@@ -401,7 +407,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def untold(servers: Sequence[ServerProcess], ledger: Ledger) -> list[str]:
     """Losses of Redis that were not told, in words. Each new epoch was begun by a server that told why; two losses in
     a row may be one to a server."""
-    told, least = [server.said(LOSS) for server in servers], len(ledger.epochs) - 1
+    told = [server.said(LOSS) for server in servers]
+    least = len(ledger.epochs) - 1
     enough = min(told) >= min(1, least) and sum(told) >= least
     return [] if enough else [f"{told} losses were told, and there were {least} or more"]
 
@@ -411,12 +418,15 @@ def start_servers(
 ) -> tuple[list[ServerProcess], RedisServer | None]:
     """One server over SQLite, or two over a Redis of their own; stopped with the stack. The Redis is given only where
     it is ``forgetful``."""
-    address, number, redis = f"sqlite:{folder / 'data'}", 1, None
+    address = f"sqlite:{folder / 'data'}"
+    number = 1
+    redis = None
     if store == "redis":
         assert shutil.which("redis-server"), "redis-server is not installed"
         redis = RedisServer(folder, persistent=not forgetful)
         stack.callback(redis.stop)
-        address, number = redis.url, 2
+        address = redis.url
+        number = 2
     servers = []
     for index in range(number):
         servers.append(ServerProcess(address, folder / f"server{index}.log", fault_rate))

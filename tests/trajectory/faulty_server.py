@@ -30,7 +30,8 @@ class FaultySegments(Segments):
 
     def __init__(self, folder: Path, rate: float, rng: random.Random) -> None:
         super().__init__(folder, SEGMENT_BYTES)
-        self._rate, self._rng = rate, rng
+        self._rate = rate
+        self._rng = rng
 
     def write(self, staged: dict[int, bytes], durable: bool) -> None:
         if self._rng.random() < self._rate:

@@ -255,7 +255,8 @@ def test_small_metadata_stays_in_the_header():
 
 def test_it_travels_between_workers():
     store = TensorStore("a")
-    a, b = DataPlane("a", "run", store, shm=False), DataPlane("b", "run", TensorStore("b"), shm=False)
+    a = DataPlane("a", "run", store, shm=False)
+    b = DataPlane("b", "run", TensorStore("b"), shm=False)
     try:
         a.start()
         b.start()

@@ -52,7 +52,8 @@ def train(mode: str, server: EnvServerProcess, folder: Path) -> dict[str, Any]:
 
 def run(mode: str, job: dict[str, Any], folder: Path, **variables: str) -> dict[str, Any]:
     """What the program in the side environment found."""
-    given, found = folder / "given.json", folder / "found.json"
+    given = folder / "given.json"
+    found = folder / "found.json"
     given.write_text(json.dumps(job))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **variables}
     command = [str(PYTHON), str(Path(__file__).with_name("train_two_steps.py")), mode, str(given), str(found)]

@@ -35,7 +35,10 @@ INSTRUCTION = "Use the tool. "
 CONFIG = BuiltinModelConfig(
     vocab_size=768, hidden_size=64, num_layers=2, num_heads=4, intermediate_size=192, max_positions=1024
 )
-GROUP, PROMPTS, STEPS, LESSONS = 4, 2, 2, 80
+GROUP = 4
+PROMPTS = 2
+STEPS = 2
+LESSONS = 80
 OK = observation_text({"command_success": True, "command_output": ""})
 
 
@@ -72,7 +75,8 @@ def conversations(rows: list[dict[str, Any]], taught: Taught) -> list[list[dict[
 
 def tool_lessons(rows: list[dict[str, Any]], taught: Taught) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
     """(tokenizer, [(ids, what to learn)]): the policy's side of the conversations, in TRL's Qwen3 format."""
-    tools, spoken = [taught.tool], conversations(rows, taught)
+    tools = [taught.tool]
+    spoken = conversations(rows, taught)
     texts = [qwen3_chat_template, json.dumps(get_json_schema(taught.tool)), *map(json.dumps, spoken)]
     tokenizer = train_tokenizer(texts, CONFIG.vocab_size, CONFIG.max_positions)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -104,7 +108,8 @@ def text_lessons(rows: list[dict[str, Any]]) -> tuple[Any, list[tuple[list[int],
     lessons = []
     for row in rows:
         for command in (row["solution"], row["wrong"]):
-            asked, said = chat.first(row["text"]), chat.encode(command) + chat.closing()
+            asked = chat.first(row["text"])
+            said = chat.encode(command) + chat.closing()
             lessons.append((asked + said, [False] * len(asked) + [True] * len(said)))
     return tokenizer, lessons
 

@@ -15,10 +15,12 @@ class FlakyEcho:
     """Rewards short answers. What it was told is its state."""
 
     def __init__(self) -> None:
-        self._seed, self._heard = 0, list[str]()
+        self._seed = 0
+        self._heard = list[str]()
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        self._seed, self._heard = seed, []
+        self._seed = seed
+        self._heard = []
         replay = {"title": "echo", "command": "echo", "url": "http://127.0.0.1:9/echo", "order": {"task_id": seed}}
         return Opening([{"role": "user", "content": f"Say a word, number {seed}."}], info={"replay": replay})
 

@@ -130,7 +130,8 @@ def killed(folder: Path) -> Path:
     """A run that is killed with all its processes in the middle, and is left so."""
     few = ("gen.max_new_tokens=8", "actor.path=builtin_tiny", "total_train_steps=40", "rollout.max_total_tokens=900")
     launcher = subprocess.Popen(launch(folder, "killed", "experiment=grpo", "env=countdown", *few, *UNTAUGHT))
-    run, end = folder / "grpo" / "killed", time.monotonic() + _PATIENCE_S
+    run = folder / "grpo" / "killed"
+    end = time.monotonic() + _PATIENCE_S
     try:
         while len((run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else ()) < 12:
             if launcher.poll() is not None or time.monotonic() > end:

@@ -66,7 +66,8 @@ def test_lines_without_sense_are_counted_and_left_out(tmp_path: Path):
 
 
 def test_a_folder_is_called_what_it_is(tmp_path: Path):
-    ended, killed = write_run(tmp_path / "ended"), write_run(tmp_path / "killed", ended=False)
+    ended = write_run(tmp_path / "ended")
+    killed = write_run(tmp_path / "killed", ended=False)
     for path in (killed, *killed.rglob("*")):
         os.utime(path, (1e9, 1e9))
     (tmp_path / "foreign").mkdir()
@@ -122,7 +123,8 @@ def test_integers_beyond_all_floats_are_infinite(tmp_path: Path):
 def test_every_answer_says_which_server_it_is_of(tmp_path: Path):
     """A page that stays open while another server takes the port would mix their runs."""
     run = write_run(tmp_path / "run")
-    first, second = client(run), client(run)
+    first = client(run)
+    second = client(run)
     paths = ("/", "/api/runs", "/api/runs/0/metrics", "/api/runs/9/metrics")
     named = [{page.get(path).headers["X-Realhf-Server"] for path in paths} for page in (first, second)]
     assert len(named[0]) == len(named[1]) == 1 and named[0] != named[1]
@@ -266,7 +268,8 @@ def test_the_columns_say_what_the_index_says(made_up: Path):
     assert header["count"] == len(played) == 96
     for at in range(96):
         name = f"{header['tables']['sample'][arrays['sample'][at]]}/{arrays['row'][at]}"
-        play, train = played.pop(name), trained.get(name)
+        play = played.pop(name)
+        train = trained.get(name)
         assert header["tables"]["task"][arrays["task"][at]] == play["task"]
         assert header["tables"]["failure"][arrays["failure"][at]] == (play.get("failure") or "")
         assert arrays["reward"][at] == pytest.approx(play.get("reward", np.nan), nan_ok=True), "a failure is no zero"

@@ -70,7 +70,8 @@ def test_a_run_is_followed_from_its_first_step_to_its_tokens(tmp_path: Path) -> 
     run = tmp_path / "grpo" / "followed"
     where = [f"fileroot={tmp_path}", "experiment_name=grpo", "trial_name=followed"]
     environment = f"env.path={ROOT / 'tests' / 'view' / 'flaky_environment.py'}:FlakyEcho"
-    launch, view = tmp_path / "launch.log", tmp_path / "view.log"
+    launch = tmp_path / "launch.log"
+    view = tmp_path / "view.log"
     with process(launch, "realhf.launch", *OPTIONS, environment, *where) as launcher:
         end = time.monotonic() + PATIENCE_S
         while not (run / "config.yaml").exists():

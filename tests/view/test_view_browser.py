@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason=ABSEN
 def test_a_growing_run_is_followed_from_its_curves_to_a_token_by_keys_alone(chromium: Chromium, tmp_path: Path):
     """A step arrives by itself; failures are filtered; a rollout opens, with its tokens and its group; an advisory
     leads to the rollouts that show it. Nothing in a rollout is carried out, and no other host is asked."""
-    page, run = chromium, MadeUpRun(tmp_path / "run", failing=0.4)
+    page = chromium
+    run = MadeUpRun(tmp_path / "run", failing=0.4)
     for _ in range(6):
         run.add_step(4, of=8)
     with served(tmp_path / "run") as url:

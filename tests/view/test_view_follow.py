@@ -31,7 +31,8 @@ def marked(page: Chromium) -> None:
 @pytest.mark.nightly
 def test_an_open_rollout_shows_that_it_was_trained(chromium: Chromium, tmp_path: Path):
     """Its advantage and those of its group used to appear after a reload only."""
-    page, run = chromium, played(tmp_path / "run")
+    page = chromium
+    run = played(tmp_path / "run")
     with served(tmp_path / "run") as url:
         page.look(1280, 500)
         go(page, url, "rollout")
@@ -57,7 +58,8 @@ def test_an_open_rollout_shows_that_it_was_trained(chromium: Chromium, tmp_path:
 
 
 def test_a_link_of_the_group_keeps_the_focus_when_the_group_is_trained(chromium: Chromium, tmp_path: Path):
-    page, run = chromium, played(tmp_path / "run")
+    page = chromium
+    run = played(tmp_path / "run")
     with served(tmp_path / "run") as url:
         go(page, url, "rollout")
         page.js("document.querySelectorAll('#group a')[3].focus()")
@@ -69,7 +71,8 @@ def test_a_link_of_the_group_keeps_the_focus_when_the_group_is_trained(chromium:
 
 def test_open_tokens_show_that_they_were_trained(chromium: Chromium, tmp_path: Path):
     """The token that was chosen, the colour, the scroll and a selected text stay."""
-    page, run = chromium, played(tmp_path / "run", longest=1500)
+    page = chromium
+    run = played(tmp_path / "run", longest=1500)
     with served(tmp_path / "run") as url:
         go(page, url, "tokens?token=700")
         marked(page)
@@ -100,7 +103,8 @@ def test_open_tokens_show_that_they_were_trained(chromium: Chromium, tmp_path: P
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["rollout", "tokens"])
 def test_the_first_rollout_appears_on_a_page_that_had_none(chromium: Chromium, tmp_path: Path, name: str):
-    page, run = chromium, MadeUpRun(tmp_path / "run", longest=30, failing=0.0)
+    page = chromium
+    run = MadeUpRun(tmp_path / "run", longest=30, failing=0.0)
     with served(tmp_path / "run") as url:
         go(page, url, name)
         assert "was kept" in text(page, ".page")
@@ -134,7 +138,8 @@ def indexed(folder: Path) -> list[dict]:
 
 def test_who_reads_the_list_keeps_the_row_and_its_place(chromium: Chromium, tmp_path: Path):
     """New rollouts come in at the top; the rows used to move away under the eyes."""
-    page, run = chromium, MadeUpRun(tmp_path / "run")
+    page = chromium
+    run = MadeUpRun(tmp_path / "run")
     for _ in range(3):
         run.add_step(4)
     name = "document.querySelector('.row[aria-selected=true]')?.ariaLabel"
@@ -148,7 +153,8 @@ def test_who_reads_the_list_keeps_the_row_and_its_place(chromium: Chromium, tmp_
         assert page.js(name).startswith("step 4"), "at the top the newest is the one that Enter opens"
         for key in ("ArrowDown",) * 30:
             page.press(key)
-        chosen, place = page.js(name), page.js(TOP.format("'.row[aria-selected=true]'"))
+        chosen = page.js(name)
+        place = page.js(TOP.format("'.row[aria-selected=true]'"))
         run.add_step(4)
         page.wait(count.format(160))
         assert page.js(name) == chosen
@@ -166,7 +172,8 @@ def test_who_reads_the_list_keeps_the_row_and_its_place(chromium: Chromium, tmp_
 
 def test_a_list_is_drawn_anew_while_changes_come_faster_than_it_is_asked_for(chromium: Chromium, tmp_path: Path):
     """Each change used to begin the wait anew, so that a busy run was never shown."""
-    page, run = chromium, MadeUpRun(tmp_path / "run")
+    page = chromium
+    run = MadeUpRun(tmp_path / "run")
     run.add_step(1)
     with served(tmp_path / "run") as url:
         go(page, url, "tasks")
@@ -183,7 +190,8 @@ def test_a_list_is_drawn_anew_while_changes_come_faster_than_it_is_asked_for(chr
 
 def test_a_button_held_down_while_rows_arrive_chooses_its_row(chromium: Chromium, tmp_path: Path):
     """The row under the pointer is made anew meanwhile; the click used to be lost."""
-    page, run = chromium, MadeUpRun(tmp_path / "run")
+    page = chromium
+    run = MadeUpRun(tmp_path / "run")
     run.add_step(8)
     with served(tmp_path / "run") as url:
         go(page, url, "rollouts")
@@ -218,7 +226,8 @@ def test_a_search_that_ends_takes_the_focus_from_nobody(chromium: Chromium, tmp_
 
 
 def test_a_metric_that_comes_later_leaves_the_focus_in_its_chart(chromium: Chromium, tmp_path: Path):
-    page, run = chromium, write_run(tmp_path / "run", steps=2, ended=False)
+    page = chromium
+    run = write_run(tmp_path / "run", steps=2, ended=False)
     with served(run) as url:
         go(page, url)
         page.press("/")
@@ -233,7 +242,8 @@ def test_a_metric_that_comes_later_leaves_the_focus_in_its_chart(chromium: Chrom
 
 
 def test_a_lane_that_comes_in_above_leaves_the_line_that_was_chosen(chromium: Chromium, tmp_path: Path):
-    page, run = chromium, write_run(tmp_path / "run", ended=False)
+    page = chromium
+    run = write_run(tmp_path / "run", ended=False)
     span = {"name": "env/step", "ph": "X", "ts": 1_200_000, "pid": 1, "tid": 1, "dur": 100_000}
     with served(run) as url:
         go(page, url, "timeline")
@@ -259,7 +269,8 @@ SLOWLY = """
 
 def test_what_changes_while_a_page_is_being_made_is_shown(chromium: Chromium, tmp_path: Path):
     """On a slow connection the answer was that of before the change, and the change was taken for known."""
-    page, run = chromium, played(tmp_path / "run")
+    page = chromium
+    run = played(tmp_path / "run")
     with served(tmp_path / "run") as url:
         go(page, url)
         page.js(SLOWLY)

@@ -48,7 +48,8 @@ def test_the_skip_link_leads_into_the_page_that_is_shown(chromium: Chromium, tmp
 
 
 def test_a_change_of_the_run_leaves_the_focus_where_it_is(chromium: Chromium, tmp_path: Path):
-    page, run = chromium, made(tmp_path / "run")
+    page = chromium
+    run = made(tmp_path / "run")
     with served(tmp_path / "run") as url:
         go(page, url)
         while not focus(page).startswith("Timeline"):

@@ -40,7 +40,8 @@ def test_another_server_on_the_port_is_noticed_and_no_run_mixed_with_another(chr
 
 
 def test_rollouts_that_came_while_another_page_was_open_are_there(chromium: Chromium, tmp_path: Path):
-    page, run = chromium, MadeUpRun(tmp_path / "run")
+    page = chromium
+    run = MadeUpRun(tmp_path / "run")
     run.add_step(1)
     with served(tmp_path / "run") as url:
         go(page, url, "rollouts")
@@ -56,7 +57,8 @@ def test_rollouts_that_came_while_another_page_was_open_are_there(chromium: Chro
 
 
 def test_what_was_said_of_unreadable_lines_stays_when_rollouts_arrive(chromium: Chromium, tmp_path: Path):
-    page, run = chromium, MadeUpRun(tmp_path / "run")
+    page = chromium
+    run = MadeUpRun(tmp_path / "run")
     run.add_step(1)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write("nonsense\n")
@@ -75,7 +77,8 @@ def test_what_was_said_of_unreadable_lines_stays_when_rollouts_arrive(chromium: 
 
 def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(chromium: Chromium, tmp_path: Path):
     """Steps that a metric leaves out are no gaps; a value between gaps is drawn as a point."""
-    run, page = write_run(tmp_path / "run", steps=1), chromium
+    run = write_run(tmp_path / "run", steps=1)
+    page = chromium
     played = {"time/actor_gen": 3.0, "time/part/actor_gen/environment": 1.0, "time/part/actor_gen/generation": 2.0}
     for step in range(2, 12):
         found = {"policy/entropy": step} if step % 4 == 0 else {}
@@ -86,7 +89,8 @@ def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(c
         times = page.js(chart("Where the time goes") + ".node.innerText")
         assert all(name in times for name in ("environment", "generation", "actor_train")), times
         assert "actor_gen" not in times, "a call that plays is shown by its parts, as in the terminal"
-        entropy, kl = chart("Entropy"), chart("KL")
+        entropy = chart("Entropy")
+        kl = chart("KL")
         lone = "{0}.plot.series[1].points.filter({0}.plot, 1)"
         assert page.js(lone.format(entropy)) == []
         assert page.js(painted(entropy, "--k0")) > 100
@@ -98,7 +102,8 @@ def test_a_metric_of_some_steps_is_a_curve_and_one_that_is_no_number_breaks_it(c
 @pytest.mark.nightly
 def test_a_hundred_thousand_steps_are_drawn_with_their_one_low(chromium: Chromium, tmp_path: Path):
     """Many steps share a column of pixels; the lowest and the highest of them are drawn."""
-    long, page = write_run(tmp_path / "long", steps=0), chromium
+    long = write_run(tmp_path / "long", steps=0)
+    page = chromium
     rows = [{"step": step, "policy/kl_ref": 0.5 if step == 30_001 else 9.0} for step in range(1, 100_001)]
     (long / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     kl = chart("KL")
@@ -123,7 +128,8 @@ def test_evaluations_that_are_greedy_alone_count_as_evaluations(chromium: Chromi
 def test_the_figures_of_a_short_run_are_drawn_as_they_are_said(chromium: Chromium, tmp_path: Path):
     """Shares stand in percent at the axis as on the cards, one step has one tick, and any run has the curve of its
     loss: supervised runs showed none."""
-    run, page = write_run(tmp_path / "run", steps=0), chromium
+    run = write_run(tmp_path / "run", steps=0)
+    page = chromium
     add_step(run, {"step": 1, "success/overall": 0.25, "policy/loss": 0.0, "reward/mean": 0.5})
     with served(run) as url:
         go(page, url)
@@ -180,7 +186,8 @@ TOLD = """
 def test_a_page_that_nobody_looks_at_holds_no_connection(chromium: Chromium, tmp_path: Path):
     """A browser has six of them to a server: the seventh page that followed a run waited for the others. A headless
     browser calls every page visible, so the page is told."""
-    page, run = chromium, MadeUpRun(tmp_path / "run")
+    page = chromium
+    run = MadeUpRun(tmp_path / "run")
     run.add_step(1)
     with served(tmp_path / "run") as url:
         go(page, url)
@@ -197,7 +204,8 @@ def test_a_page_that_nobody_looks_at_holds_no_connection(chromium: Chromium, tmp
 def test_a_task_is_a_template_and_its_instances_come_with_a_click(chromium: Chromium, tmp_path: Path):
     """Each drawn instance used to count as a task of its own: a run of 50 templates showed hundreds of tasks that were
     never solved, and no curve."""
-    page, run = chromium, MadeUpRun(tmp_path / "run", failing=0.0)
+    page = chromium
+    run = MadeUpRun(tmp_path / "run", failing=0.0)
     for _ in range(10):
         run.add_step(8, of=10)
     run.close()
@@ -239,7 +247,9 @@ def measured(folder: Path) -> Path:
 
 
 def test_curves_are_drawn_over_hours_or_tokens_on_a_logarithmic_axis(chromium: Chromium, tmp_path: Path):
-    run, page, kl = measured(tmp_path / "run"), chromium, chart("KL")
+    run = measured(tmp_path / "run")
+    page = chromium
+    kl = chart("KL")
     farthest = f"Math.max(...{ticks(kl, 0)}.map((one) => Number(one.replace(',', ''))))"
     with served(run, follow=False) as url:
         go(page, url)
@@ -259,7 +269,10 @@ def test_curves_are_drawn_over_hours_or_tokens_on_a_logarithmic_axis(chromium: C
 
 def test_a_part_is_zoomed_into_by_pointer_keys_and_buttons(chromium: Chromium, tmp_path: Path):
     """All charts show the same part; the address keeps it, and a key shows all of it again."""
-    run, page, kl, reward = measured(tmp_path / "run"), chromium, chart("KL"), chart("Reward")
+    run = measured(tmp_path / "run")
+    page = chromium
+    kl = chart("KL")
+    reward = chart("Reward")
     span = f"(({{min, max}}) => [min, max])({kl}.plot.scales.x)"
     with served(run, follow=False) as url:
         go(page, url)
@@ -292,7 +305,8 @@ def test_a_part_is_zoomed_into_by_pointer_keys_and_buttons(chromium: Chromium, t
 
 def test_a_metric_that_is_chosen_stays_in_the_address(chromium: Chromium, tmp_path: Path):
     """Any metric has a chart that can be pinned before all others, and be let go again."""
-    run, page = measured(tmp_path / "run"), chromium
+    run = measured(tmp_path / "run")
+    page = chromium
     first = "document.querySelector('.chart h3').innerText"
     with served(run, follow=False) as url:
         go(page, url)
@@ -318,7 +332,9 @@ def test_a_metric_that_is_chosen_stays_in_the_address(chromium: Chromium, tmp_pa
 
 
 def test_a_theme_that_changes_changes_the_colours_of_the_charts(chromium: Chromium, tmp_path: Path):
-    run, page, reward = write_run(tmp_path / "run"), chromium, chart("Reward")
+    run = write_run(tmp_path / "run")
+    page = chromium
+    reward = chart("Reward")
     with served(run, follow=False) as url:
         page.look(1280, 800, "light")
         go(page, url)

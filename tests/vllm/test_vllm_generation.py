@@ -129,7 +129,8 @@ def test_abort_keeps_the_tokens(ask: Asked, models: list):
     time.sleep(0.7)
     ask.generator.abort([1, 99])
     outcomes = ask.outcomes(2)
-    aborted, other = outcomes[1], outcomes[2]
+    aborted = outcomes[1]
+    other = outcomes[2]
     assert isinstance(aborted, GenOutput) and isinstance(other, GenOutput)
     assert aborted.finish_reason == "aborted" and 0 < len(aborted.token_ids) < LONG.max_new_tokens
     expected = logprobs_of(models[0], PROMPT, aborted.token_ids, 1.0)
@@ -146,13 +147,15 @@ def test_pause_stops_sampling_and_weights_may_change_meanwhile(ask: Asked, model
     assert ask.nothing_for(4.0)
     ask.generator.resume()
     outcomes = ask.outcomes(2)
-    first, second = outcomes[1], outcomes[2]
+    first = outcomes[1]
+    second = outcomes[2]
     assert isinstance(first, GenOutput) and isinstance(second, GenOutput)
     assert second.versions == [1, 1] and set(first.versions) == {0, 1}
 
 
 def test_wrong_weights_are_refused_and_the_old_ones_go_on(ask: Asked, models: list):
-    generator, good = ask.generator, models[1].state_dict()
+    generator = ask.generator
+    good = models[1].state_dict()
     name = "model.layers.0.mlp.up_proj.weight"
     for wrong in (
         {k: v for k, v in good.items() if k != name},

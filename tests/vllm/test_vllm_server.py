@@ -78,7 +78,8 @@ def bare_url(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def test_a_server_without_our_extension_reloads_from_a_folder(bare_url: str, models: list):
     with closing(VllmGenerator(bare_url)) as generator:
-        ask, other = Asked(generator), untie(copy.deepcopy(models[1])).eval()
+        ask = Asked(generator)
+        other = untie(copy.deepcopy(models[1])).eval()
         generator.load_weights(4, other.state_dict())
         ask.submit(1, PROMPT, GenConfig(max_new_tokens=40), seed=1)
         output = ask.output()

@@ -100,7 +100,8 @@ def test_inflating_stops_at_the_budget_and_gives_everything_back(inflate):
     plain = bytes(8 << 20)
     body = gzip.compress(plain) if inflate is gunzip else zstandard.compress(plain)
     budget = BodyBudget(3 << 20)
-    share, other = BodyShare(budget), BodyShare(budget)
+    share = BodyShare(budget)
+    other = BodyShare(budget)
     with refused(503):
         inflate(body, 64 << 20, share.take)  # type: ignore[operator]
     assert 0 <= budget.held <= 3 << 20

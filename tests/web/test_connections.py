@@ -82,7 +82,8 @@ def test_the_certificate_of_a_run_is_believed_whatever_the_clock_says():
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([])
     begins = datetime.now(UTC) + timedelta(hours=1)
     made = x509.CertificateBuilder(name, name, key.public_key(), 1, begins, begins + timedelta(days=1))
     certificate = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM).decode()
@@ -139,7 +140,8 @@ def _shaken(server, client):
 
 HALF = b"GET / HTTP/1.1\r\nHost: x\r\n"
 WAIT_S = 30.0
-MOST, STRANGERS = 8, 30
+MOST = 8
+STRANGERS = 30
 LARGE = 24 << 20
 
 
@@ -302,7 +304,8 @@ def test_answers_that_nobody_reads_keep_nobody_out(kind: str):
         done = stack.enter_context(ThreadPoolExecutor(1)).submit(read, reader)
         for _ in range(MOST):
             stack.enter_context(connected(address, asked))
-        answer, deadline = "", time.monotonic() + WAIT_S
+        answer = ""
+        deadline = time.monotonic() + WAIT_S
         while answer != "ok" and time.monotonic() < deadline:
             with contextlib.suppress(httpx.TransportError):
                 answer = httpx.get(f"http://{address[0]}:{address[1]}/", timeout=WAIT_S).text

@@ -51,7 +51,9 @@ class FakeStreamingEngine:
 
 class FakeRequest:
     def __init__(self, client, method, payload):
-        self.client, self.method, self.payload = client, method, payload
+        self.client = client
+        self.method = method
+        self.payload = payload
         self.answers: list[Any] = []
 
     def reply(self, value):
@@ -154,7 +156,8 @@ def test_weights_that_are_kept_answer_for_their_version_alone(worker):
 
 
 def test_where_no_second_engine_can_be_the_version_is_there_until_the_next(worker):
-    worker._gen, worker._engine.replica = GenConfig(), lambda: None
+    worker._gen = GenConfig()
+    worker._engine.replica = lambda: None
     assert worker._pinned.pin(Nothing()) == PinAnswer(3, False)
     ask(worker, "a:1", "generate", [0, [5], 0, None, -1, 3, False])
     assert worker._engine.told == [("submit", 0)]

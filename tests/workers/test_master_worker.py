@@ -34,7 +34,8 @@ class Start:
         )
         built.spec.run_dir.mkdir(parents=True)
         self.master = MasterWorker(built.plan(built.spec, 0.0), "run", EventStream(io.StringIO()))
-        self.loading, self.loaded = threading.Event(), threading.Event()
+        self.loading = threading.Event()
+        self.loaded = threading.Event()
         self.threads: list[threading.Thread] = []
 
     def join(self, name):
@@ -126,9 +127,11 @@ async def test_a_checkpoint_is_written_between_evaluations_that_each_last_until_
     built = build_experiment(compose_config(["experiment=grpo_aws_async", *options]))
     spec = replace(built.spec, evaluation=replace(WANTED, every_steps=1))
     spec.run_dir.mkdir(parents=True)
-    plan, scene = built.plan(spec, 0.0), Scene(tmp_path / "journal")
+    plan = built.plan(spec, 0.0)
+    scene = Scene(tmp_path / "journal")
     master = SlowEvaluations(plan, await scene.open())
-    events, total = EventStream(io.StringIO()), spec.total_train_steps
+    events = EventStream(io.StringIO())
+    total = spec.total_train_steps
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(scene.rollouts.close)
         master._log = log = RunLog(spec.run_dir, plan.monitor, events, completed_steps=0, total_steps=total)
@@ -149,7 +152,8 @@ class Asked(MasterWorker):
         built = build_experiment(compose_config(["experiment=grpo_aws", *options]))
         built.spec.run_dir.mkdir(parents=True)
         self.said = io.StringIO()
-        plan, events = built.plan(built.spec, 0.0), EventStream(self.said)
+        plan = built.plan(built.spec, 0.0)
+        events = EventStream(self.said)
         super().__init__(plan, "run", events)
         self._log = RunLog(built.spec.run_dir, plan.monitor, events, completed_steps=0, total_steps=2)
         self._steps = StepSource()
@@ -237,7 +241,8 @@ def test_a_checkpoint_is_continued_with_the_same_weights_by_another_name(tmp_pat
     check_same_models({"ref": "/a/policy-0123456789abcdef"}, {"ref": "/b/policy-0123456789abcdef"})
     with pytest.raises(RuntimeError, match="made with ref from"):
         check_same_models({"ref": "/a/model"}, {"ref": "/b/model"})
-    saved, current = {"actor": "/a/model"}, {"actor": "/b/model"}
+    saved = {"actor": "/a/model"}
+    current = {"actor": "/b/model"}
     check_same_models(saved, current, restored={"actor"})
     with pytest.raises(RuntimeError, match="made with actor from None"):
         check_same_models({}, current, restored={"actor"})

@@ -66,7 +66,8 @@ def test_it_stops_when_the_queue_holds_the_rest_of_the_run(url):
 
 
 def test_it_pauses_when_enough_is_queued_and_goes_on_when_batches_leave(url):
-    games, got = Games(), []
+    games = Games()
+    got = []
     with trainer(url, steps=99) as client:
         thread = threading.Thread(target=lambda: got.append(run(url, games, "--groups", "11")))
         thread.start()

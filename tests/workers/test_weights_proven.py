@@ -29,7 +29,8 @@ class Boaster(ContinuousGenerator):
 
     def __init__(self, model, takes, **options):
         super().__init__(model, **options)
-        self.takes, self.given = takes, dict[str, Tensor]()
+        self.takes = takes
+        self.given = dict[str, Tensor]()
 
     def load_weights(self, version, tensors, *, again=False):
         self.given = dict(tensors)

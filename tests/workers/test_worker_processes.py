@@ -60,7 +60,8 @@ async def test_with_the_keys_of_a_run_it_takes_the_token_of_that_run_only(tmp_pa
         assert keys.token not in url
         address, token = without_token(network.with_token(url))
         assert (address, token) == (url, keys.token)
-        stranger, ours = OpenEnvClient(url), OpenEnvClient(url, token=token)
+        stranger = OpenEnvClient(url)
+        ours = OpenEnvClient(url, token=token)
         with pytest.raises(ConnectError, match="401"):
             await stranger.connect()
         await ours.connect()

@@ -38,7 +38,10 @@ class Fleet:
     def __init__(self, folder, engines, model, prefix):
         torch.set_num_threads(1)
         self.prefix = list(prefix)
-        self.folder, self.engines, self.warned, self.wrong = folder, engines, list[str](), list[WrongWeights]()
+        self.folder = folder
+        self.engines = engines
+        self.warned = list[str]()
+        self.wrong = list[WrongWeights]()
         self.roster: dict[str, WorkerInfo] = {}
         self.unlisted: set[str] = set()
         self.trainer = ModelWorker.__new__(ModelWorker)

@@ -21,7 +21,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
 
 
 def layers_differ(config: Any) -> bool:
@@ -74,7 +75,8 @@ def layer_masks(
     """Return the additive mask for a model with this configuration, 0 or -inf in ``dtype``, or one for each kind of
     layer where it takes several. ``closed`` bool says what no layer sees, ``far`` what layers with a sliding window of
     so many tokens do not see either."""
-    full, window = additive_mask(closed, dtype), sliding_window(config)
+    full = additive_mask(closed, dtype)
+    window = sliding_window(config)
     if window is None:
         return full
     windowed = additive_mask(closed | far(window), dtype)
@@ -130,7 +132,8 @@ def row_decode_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    kv_heads, width = key.shape[1], key.shape[2]
+    kv_heads = key.shape[1]
+    width = key.shape[2]
     scale = dim**-0.5 if scaling is None else scaling
     # Scores are fp32 whatever the type of the model, as in the kernels of the trainer.
     packed = (query.float() * scale).reshape(n * kv_heads, heads // kv_heads, dim)
@@ -171,7 +174,9 @@ def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> l
     differs = held[1:] != held[:-1]
     common = np.where(differs.any(1), differs.argmax(1), held.shape[1])
     common = np.minimum(common, np.minimum(positions[1:], positions[:-1])).tolist()
-    blocks, first, shared = [], 0, 0
+    blocks = []
+    first = 0
+    shared = 0
     for i in range(1, len(rows) + 1):
         if i < len(rows):
             both = min(shared or common[i - 1], common[i - 1])
@@ -182,7 +187,8 @@ def row_blocks(tokens: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> l
                 continue
         width = int(positions[first:i].max()) + 1
         blocks.append(RowBlock(int(rows[first]), int(rows[i - 1]) + 1, int(rows[first]), shared, width))
-        first, shared = i, 0
+        first = i
+        shared = 0
     return blocks
 
 
@@ -193,10 +199,14 @@ def block_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, b
     more); returns (n, heads * dim). Scores and softmax are fp32 in any type, as in the kernels of the trainer: rounding
     a score of 16 to bfloat16 changes its weight by six percent.
     """
-    n, kv_heads, dim, width = len(query), keys.shape[1], query.shape[2], block.width
+    n = len(query)
+    kv_heads = keys.shape[1]
+    dim = query.shape[2]
+    width = block.width
     grouped = query.view(n, kv_heads, -1, dim)
     own = slice(block.first, block.end), slice(None), slice(block.shared, width)
-    own_keys, own_values = keys[own].flatten(0, 1), values[own].flatten(0, 1)
+    own_keys = keys[own].flatten(0, 1)
+    own_values = values[own].flatten(0, 1)
     packed = grouped.reshape(n * kv_heads, -1, dim)
     scores = torch.bmm(packed.float(), own_keys.float().transpose(1, 2)).view(n, kv_heads, -1, width - block.shared)
     if not block.shared:
@@ -208,7 +218,8 @@ def block_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, b
     common = common.view(kv_heads, n, -1, block.shared).transpose(0, 1)
     scores = torch.cat((common, scores), -1).mul_(scale).add_(mask[..., :width])
     weights = torch.softmax(scores, -1).to(values.dtype)
-    common_weights, own_weights = weights[..., : block.shared], weights[..., block.shared :]
+    common_weights = weights[..., : block.shared]
+    own_weights = weights[..., block.shared :]
     mixed = torch.bmm(own_weights.reshape(n * kv_heads, -1, width - block.shared), own_values).view(grouped.shape)
     by_head = common_weights.transpose(0, 1).reshape(kv_heads, -1, block.shared)
     mixed += torch.bmm(by_head, common_values).view(kv_heads, n, -1, dim).transpose(0, 1)
@@ -222,7 +233,8 @@ def blocks_attention(
     zeros for rows between blocks."""
     if len(blocks) == 1 and blocks[0].first == 0:
         return block_attention(query, keys, values, mask, blocks[0], scale)
-    parts, at = [], 0
+    parts = []
+    at = 0
     for block in blocks:
         if block.first > at:
             parts.append(query.new_zeros(block.first - at, query.shape[1] * query.shape[2]))

@@ -86,8 +86,10 @@ class ModulePass:
     def _decode(self, decoding: Decoding) -> Tensor:
         """Feed all rows up to the last one. Rows that do not decode are fed in their last column, which nothing reads:
         the last token of a sequence is drawn but never fed."""
-        n, spare = int(decoding.rows[-1]) + 1, min(self._cache.columns, self._limit) - 1
-        tokens, positions = np.full(n, decoding.tokens[0], dtype=np.int64), np.full(n, spare)
+        n = int(decoding.rows[-1]) + 1
+        spare = min(self._cache.columns, self._limit) - 1
+        tokens = np.full(n, decoding.tokens[0], dtype=np.int64)
+        positions = np.full(n, spare)
         tokens[decoding.rows], positions[decoding.rows] = decoding.tokens, decoding.positions
         width = int(decoding.positions.max()) + 1
         at = self._index(positions)
@@ -99,8 +101,10 @@ class ModulePass:
     def _prefill(self, pieces: Sequence[PrefillPiece]) -> Tensor:
         """Feed pieces padded on the left, by their own first tokens, so that the last query is the last token of every
         row."""
-        starts, ends = np.array([p.start for p in pieces]), np.array([p.end for p in pieces])
-        n_query, width = int((ends - starts).max()), int(ends.max())
+        starts = np.array([p.start for p in pieces])
+        ends = np.array([p.end for p in pieces])
+        n_query = int((ends - starts).max())
+        width = int(ends.max())
         position = ends[:, None] - n_query + np.arange(n_query)
         valid = position >= starts[:, None]
         tokens = np.repeat([[int(piece.tokens[0])] for piece in pieces], n_query, axis=1)
@@ -112,7 +116,8 @@ class ModulePass:
 
     def _forward(self, tokens: Tensor, positions: Tensor, width: int) -> Tensor:
         """Feed ``tokens`` at ``positions``, int64 (n, n_query) each, over the first ``width`` columns of their rows."""
-        column, at = torch.arange(width, device=positions.device), positions[:, None, :, None]
+        column = torch.arange(width, device=positions.device)
+        at = positions[:, None, :, None]
         # A row that idles beyond the width must see something too: a softmax over nothing is not a number.
         far = lambda window: column <= at.clamp(max=width - 1) - window
         out = self._model(
@@ -159,7 +164,8 @@ def fast_decoder(model: Any, cache: RowCache) -> FastDecoder | None:
     reason = _unsuitable(model)
     if reason is None:
         decoder = FastDecoder(model, cache)
-        error, most = _difference(model), _tolerance(model)
+        error = _difference(model)
+        most = _tolerance(model)
         if error <= most:
             return decoder
         reason = f"its logits differ by {error:.2g} from the module's, which is more than {most:.2g}"
@@ -206,9 +212,11 @@ def _difference(model: Any) -> float:
     device = model.device
     ids = (torch.arange(_PROBE_TOKENS) * 7919 + 3) % model.config.vocab_size
     expected = model(input_ids=ids[None].to(device), use_cache=False).logits[0]
-    cache, tokens = RowCache(), ids.numpy()
+    cache = RowCache()
+    tokens = ids.numpy()
     cache.reserve(2, _PROBE_TOKENS)
-    decoder, given = FastDecoder(model, cache), LEAST_ROWS
+    decoder = FastDecoder(model, cache)
+    given = LEAST_ROWS
     got = [decoder.run(None, [PrefillPiece(1, 0, tokens[:given])])]
     for at in range(given, _PROBE_TOKENS):
         one = Decoding(np.array([1]), tokens[at : at + 1], np.array([at]), np.stack((tokens, tokens)))
@@ -246,7 +254,8 @@ class _Layer:
     """Holds the parts of one decoder layer."""
 
     def __init__(self, module: Any) -> None:
-        attention, mlp = module.self_attn, module.mlp
+        attention = module.self_attn
+        mlp = module.mlp
         self.before_attention, self.before_mlp = _Norm(module.input_layernorm), _Norm(module.post_attention_layernorm)
         self.query, self.key, self.value = (_Linear(getattr(attention, f"{n}_proj")) for n in "qkv")
         self.out = _Linear(attention.o_proj)
@@ -263,9 +272,13 @@ class _Plan:
         self, decoding: Decoding | None, pieces: Sequence[PrefillPiece], device: torch.device, like: Tensor
     ) -> None:
         self.n = 0 if decoding is None else len(decoding.rows)
-        rows, columns, tokens = [], [], []
+        rows = []
+        columns = []
+        tokens = []
         if decoding is not None:
-            rows, columns, tokens = [decoding.rows], [decoding.positions], [decoding.tokens]
+            rows = [decoding.rows]
+            columns = [decoding.positions]
+            tokens = [decoding.tokens]
         self.spans: list[tuple[int, int, PrefillPiece, Tensor | None]] = []
         at = self.n
         for piece in pieces:
@@ -288,7 +301,8 @@ class _Plan:
         self.height = 0
         self.scattered = False
         if decoding is not None:
-            self.height, width = int(decoding.rows[-1]) + 1, int(decoding.positions.max()) + 1
+            self.height = int(decoding.rows[-1]) + 1
+            width = int(decoding.positions.max()) + 1
             self.blocks = row_blocks(decoding.cached, decoding.rows, decoding.positions)
             self.scattered = self.height > self.n
             reach = np.zeros((self.height, 1, 1, 1), dtype=np.int64)
@@ -327,8 +341,10 @@ class FastDecoder:
             query = layer.query(h).view(-1, self._heads, self._dim)
             key = layer.key(h).view(-1, self._kv_heads, self._dim)
             if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = layer.query_norm(query), layer.key_norm(key)
-            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+                query = layer.query_norm(query)
+                key = layer.key_norm(key)
+            query = _rotated(query, cos, sin)
+            key = _rotated(key, cos, sin)
             keys, values = self._cache.storage(index, self._kv_heads, self._dim, embedding)
             keys.view(-1, self._dim).index_copy_(0, target, key.view(-1, self._dim))
             values.view(-1, self._dim).index_copy_(0, target, layer.value(h).view(-1, self._dim))

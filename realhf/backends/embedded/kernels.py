@@ -26,10 +26,13 @@ from torch.autograd.function import once_differentiable
 
 LEAST_ROWS = 32
 """Least number of rows worth the call; for fewer it costs more than it saves."""
-_LARGE, _LEAST_OF_LARGE = 1 << 22, 4
+_LARGE = 1 << 22
+_LEAST_OF_LARGE = 4
 """A weight with that many elements, as the projection to the vocabulary of a real model, is worth it from four rows on:
 a product of 4 to 16 rows with one of 49,152 x 576 takes half to two thirds of MKL's time."""
-_MIDDLE, _MOST_OF_MIDDLE, _MOST_OF_LARGE = 3 << 18, 16, 33
+_MIDDLE = 3 << 18
+_MOST_OF_MIDDLE = 16
+_MOST_OF_LARGE = 33
 """On processors that MKL favours: a weight of 1,536 x 576 is read a quarter faster by oneDNN with 8 rows and as fast
 with 16; one of 49,152 x 576 twice as fast with 8, a quarter with 32."""
 
@@ -231,7 +234,8 @@ def _plain(module: nn.Module) -> bool:
         return False
     if module._forward_hooks or module._forward_pre_hooks:
         return False
-    x, own = torch.linspace(-2.0, 3.0, 2 * len(weight)).view(2, -1), torch.linspace(0.5, 1.5, len(weight))
+    x = torch.linspace(-2.0, 3.0, 2 * len(weight)).view(2, -1)
+    own = torch.linspace(0.5, 1.5, len(weight))
     trial = copy.copy(module)
     trial.__dict__["_parameters"] = {"weight": nn.Parameter(own)}
     expected = F.rms_norm(x, own.shape, own, float(module.variance_epsilon))  # type: ignore[arg-type]

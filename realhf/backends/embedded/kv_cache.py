@@ -91,7 +91,8 @@ class RowLayer(CacheLayerMixin):
 
     @staticmethod
     def _store(held: Tensor, new: Tensor, access: _Access) -> Tensor:
-        heads, dim = new.shape[1], new.shape[3]
+        heads = new.shape[1]
+        dim = new.shape[3]
         flat = new.transpose(1, 2).reshape(-1, heads, dim)
         if access.source is not None:
             flat = flat.index_select(0, access.source)

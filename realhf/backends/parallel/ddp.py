@@ -20,7 +20,8 @@ class JoinedEngine(TorchEngine):
     """Is the ``TorchEngine`` of one of several ranks, which write a checkpoint together."""
 
     def __init__(self, model: Any, tokenizer: Any, *, ranks: GroupRanks, role: str, **options: Any) -> None:
-        self._group, self._role = ranks, role
+        self._group = ranks
+        self._role = role
         super().__init__(model, tokenizer, ranks=ranks, role=role, **options)
 
     def _check_layouts(self, forward: PackedForward) -> None:

@@ -37,7 +37,8 @@ from realhf.backends.training.tokenizer_loading import ModelLoadError, check_fol
 from realhf.backends.training.torch_backend import ValueModel, attention_for, load_value_model, odd_logits
 from realhf.backends.training.torch_engine import blocks_of
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _log = logging.getLogger(__name__)
 
 
@@ -49,7 +50,8 @@ class FolderWeights:
     def __init__(self, model: Any, folder: Path, device: torch.device, dtype: torch.dtype, *, with_head: bool) -> None:
         """Raises ValueError where the folder does not hold every tensor under its name, in its shape; without
         ``with_head`` the projection to the vocabulary may be missing."""
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._files = _files_of(folder)
         self._names: dict[int, str] = {}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -251,7 +253,8 @@ class FsdpEngine(JoinedEngine):
         unread: FolderWeights | None = None,
         **options: Any,
     ) -> None:
-        self._mesh, self._unread = mesh, unread
+        self._mesh = mesh
+        self._unread = unread
         self._whole: Whole | None = None
         self._copy: Any = None
         with ranks.together(f"the weights of {role}"):
@@ -259,7 +262,8 @@ class FsdpEngine(JoinedEngine):
         self._generator = None  # It would generate with parts of the weights.
 
     def _build_forward(self, lora: LoraConfig | None, path: str, adapts_head: bool) -> PackedForward:
-        unread, mesh = self._unread, self._mesh
+        unread = self._unread
+        mesh = self._mesh
         if unread is None:
             forward = super()._build_forward(lora, path, adapts_head)
             self._check_layouts(forward)
@@ -347,7 +351,8 @@ class FsdpEngine(JoinedEngine):
 
     def _of_copy(self, run: Callable[[], Any]) -> Any:
         """Run what is about a whole model."""
-        cut_model, self.model = self.model, self._gathered()
+        cut_model = self.model
+        self.model = self._gathered()
         try:
             return run()
         finally:

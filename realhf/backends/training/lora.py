@@ -53,7 +53,8 @@ def side_product(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     (m, rank) and (out, rank); None while adapters are off."""
     if layer.disable_adapters:
         return None
-    down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+    down = layer.lora_A[_NAME].weight
+    up = layer.lora_B[_NAME].weight
     return functional.linear(hidden.float(), down) * layer.scaling[_NAME], up
 
 
@@ -122,7 +123,8 @@ def _worst(merged: Tensor, base: Tensor, up: Tensor, down: Tensor, scale: float)
         return 0.0, 0.0
     row, column = differs[:: -(-len(differs) // _CLOSELY)].unbind(1)
     terms = scale * up.double()[row] * down.double()[:, column].T
-    added, start = terms.sum(1), base[row, column].double()
+    added = terms.sum(1)
+    start = base[row, column].double()
     wanted = start + added
     off = (merged[row, column].double() - wanted).abs()
     # One rounding to the type of the weights, two of sums in fp32, and those of the product of the adapters.
@@ -183,13 +185,15 @@ def check_merge(adapted: Any, plain: Any, off: Callable[[], Any]) -> None:
     was_training = adapted.training
     adapted.eval()
     try:
-        wanted, found = _hidden(adapted, ids), _hidden(plain, ids)
+        wanted = _hidden(adapted, ids)
+        found = _hidden(plain, ids)
         with off():
             base = _hidden(adapted, ids)
     finally:
         adapted.train(was_training)
     scale = wanted.norm().clamp(min=1e-6)
-    missed, moved = float((found - wanted).norm() / scale), float((base - wanted).norm() / scale)
+    missed = float((found - wanted).norm() / scale)
+    moved = float((base - wanted).norm() / scale)
     if not missed <= _rounding(adapted.dtype, int(config.num_hidden_layers), moved):
         raise MergeDiffers(
             f"the merged weights are not those of the model with its adapters: hidden states are {missed:.1e} off, and "
@@ -211,7 +215,8 @@ def _rounding(dtype: torch.dtype, layers: int, moved: float) -> float:
 
 ADAPTER = "adapter"
 """Folder of the adapters, in the format of peft, in a checkpoint and in an exported policy."""
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
 _NAME = "default"
 _MUST_AGREE = ("r", "lora_alpha", "target_modules")
 
@@ -255,7 +260,8 @@ class LoraAdapters:
             layer.__class__ = _few_passes(type(layer))
         self._stirred: list[tuple[str, Tensor, Tensor | None]] = []
         self.skeleton = plain  # Its weights are ``merged()`` only after that was called.
-        self._base, self._held = base, False
+        self._base = base
+        self._held = False
         self._prove_by_other_values()
 
     @property
@@ -321,7 +327,8 @@ class LoraAdapters:
         """Return the weight of one layer, as it lies there, and what its adapter adds to it, summed up in fp32."""
         # Tensors made in inference mode could not be written to later.
         with torch.inference_mode(False), torch.no_grad():
-            base, delta = self._base[name], self._layers[name].get_delta_weight(_NAME)
+            base = self._base[name]
+            delta = self._layers[name].get_delta_weight(_NAME)
             return base + delta if base.dtype == torch.float32 else base.float().add_(delta.float())
 
     def _place(self, name: str, weight: nn.Parameter) -> None:
@@ -356,7 +363,8 @@ class LoraAdapters:
         for name in sorted(names):
             layer_name = name.removesuffix(".weight")
             layer = self._layers[layer_name]
-            down, up = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
+            down = layer.lora_A[_NAME].weight
+            up = layer.lora_B[_NAME].weight
             before = up.detach().clone()
             # The product is then about as large as the weight that it is added to.
             size = layer.get_base_layer().weight.float().std() / (
@@ -393,7 +401,8 @@ class LoraAdapters:
             folder / WEIGHTS,
             metadata={"format": "pt"},
         )
-        training, self._options.inference_mode = self._options.inference_mode, True
+        training = self._options.inference_mode
+        self._options.inference_mode = True
         try:
             self._options.save_pretrained(str(folder))
         finally:
@@ -430,9 +439,11 @@ class LoraAdapters:
             raise ValueError(f"{folder / CONFIG} does not say what the adapters are: {error}") from None
         own = self._options.to_dict()
         for name in _MUST_AGREE:
-            found, wanted = said.get(name), own[name]
+            found = said.get(name)
+            wanted = own[name]
             if isinstance(wanted, (set, list)):
-                found, wanted = sorted(found or ()), sorted(wanted)
+                found = sorted(found or ())
+                wanted = sorted(wanted)
             if found != wanted:
                 raise ValueError(
                     f"adapters in {folder} were trained with {name}={found}, here it is {wanted}: continue with the "
@@ -446,14 +457,16 @@ def _few_passes(kind: Any) -> Any:
 
     class FewPassAdapter(kind):
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            base, dropout = self.base_layer, self.lora_dropout[_NAME]
+            base = self.base_layer
+            dropout = self.lora_dropout[_NAME]
             plain = type(base) in (nn.Linear, OneDnnLinear) and x.device.type == "cpu"
             plain = plain and not (base._forward_hooks or base._forward_pre_hooks)
             plain = plain and x.dtype == base.weight.dtype == torch.float32 and not self.disable_adapters
             drops = dropout.training and not isinstance(dropout, nn.Identity)
             if args or kwargs or drops or not plain or torch.compiler.is_compiling():
                 return super().forward(x, *args, **kwargs)
-            down, up = self.lora_A[_NAME].weight, self.lora_B[_NAME].weight
+            down = self.lora_A[_NAME].weight
+            up = self.lora_B[_NAME].weight
             return adapted_product(x, base.weight, base.bias, down, up, self.scaling[_NAME])
 
     return FewPassAdapter
@@ -474,7 +487,9 @@ class BaseEngine:
     was loaded with. It only scores; ``version`` is its own."""
 
     def __init__(self, engine: Forwards, adapters: LoraAdapters, tokenizer: Any) -> None:
-        self._engine, self._adapters, self.tokenizer = engine, adapters, tokenizer
+        self._engine = engine
+        self._adapters = adapters
+        self.tokenizer = tokenizer
         self.version = 0
 
     def forward(self, sample: SequenceSample, post_fn: PostFn, *, mb_spec: MicroBatchSpec) -> Tensor:

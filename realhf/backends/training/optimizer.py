@@ -143,7 +143,8 @@ class RestingMoments:
     """
 
     def __init__(self, adamw: torch.optim.AdamW, memory: HostMemory, piece_bytes: int = PIECE_BYTES) -> None:
-        self._adamw, self._memory = adamw, memory
+        self._adamw = adamw
+        self._memory = memory
         own = [parameter for group in adamw.param_groups for parameter in group["params"]]
         self._places, self._pieces = _layout(own, piece_bytes)
         self._slab = memory.slab(self._pieces[-1].stop)
@@ -220,7 +221,8 @@ def _layout(parameters: Iterable[Tensor], piece_bytes: int) -> tuple[dict[Tensor
         nbytes = -(-parameter.numel() * parameter.element_size() // _ALIGNED) * _ALIGNED
         if piece and end + 2 * nbytes - start > piece_bytes:
             pieces.append(_Piece(piece, start, end))
-            piece, start = [], end
+            piece = []
+            start = end
         piece.append(parameter)
         places[parameter] = end, end + nbytes
         end += 2 * nbytes
@@ -259,7 +261,8 @@ class PolicyOptimizer:
     ) -> None:
         if config.lr < 0 or total_steps < 1:
             raise ValueError(f"optimizer: lr {config.lr} must be >= 0 and total steps {total_steps} >= 1")
-        self._config, self._total = config, total_steps
+        self._config = config
+        self._total = total_steps
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._masters = [
             p if p.dtype == torch.float32 else nn.Parameter(p.detach().float().clone()) for p in self._parameters

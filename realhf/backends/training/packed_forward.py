@@ -81,7 +81,10 @@ class PackedOutputs:
     where nothing of it is asked for."""
 
     def __init__(self, rows: ScoredRows | None, size: int, heads: Heads, device: torch.device) -> None:
-        self._rows, self._size, self._heads, self._device = rows, size, heads, device
+        self._rows = rows
+        self._size = size
+        self._heads = heads
+        self._device = device
         self.kept: dict[str, Tensor] = {}
 
     def logprobs(self, *, temperature: float = 1.0, with_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
@@ -148,7 +151,8 @@ class PackedOutputs:
 
     def _score(self, rows: ScoredRows, ids: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of ``ids`` i64 (m, K), f32, and entropies f32 (m,)."""
-        heads, (hidden, logits) = self._heads, (rows.hidden, rows.logits)
+        heads = self._heads
+        (hidden, logits) = (rows.hidden, rows.logits)
         if heads.language is not None and logits is None:
             bias = None if heads.bias is None else heads.bias()
             side = None if heads.side is None else heads.side(hidden)
@@ -179,8 +183,10 @@ def probe(config: Any) -> SequenceInputs | None:
     widest = max(own_windows(config), default=0)
     if widest > _LONGEST:
         return None
-    vocabulary, draw = int(config.get_text_config().vocab_size), np.random.default_rng(0)
-    stem, twig = draw.integers(0, vocabulary, 9), draw.integers(0, vocabulary, 5)
+    vocabulary = int(config.get_text_config().vocab_size)
+    draw = np.random.default_rng(0)
+    stem = draw.integers(0, vocabulary, 9)
+    twig = draw.integers(0, vocabulary, 5)
     tails = [draw.integers(0, vocabulary, n) for n in (4, 7, 3, 6)]
     tokens = [np.concatenate([stem, twig, tails[0]]), np.concatenate([stem, twig, tails[1]]), stem]
     tokens += [np.concatenate([stem, tail]) for tail in tails[2:]]
@@ -330,13 +336,15 @@ class PackedForward:
         was_training = self.model.training
         self.model.eval()
         try:
-            together, apart = self._scored(laid_out(rows, inputs)).hidden, self._scored(row_pass(alone, inputs)).hidden
+            together = self._scored(laid_out(rows, inputs)).hidden
+            apart = self._scored(row_pass(alone, inputs)).hidden
             again = torch.cat([self._scored(row_pass([row], inputs)).hidden for row in alone[:_AGAIN]])
         except _UNFIT as error:
             return f"the model takes no layout of rows ({error})"
         finally:
             self.model.train(was_training)
-        off, own = strayed(together, apart), strayed(again, apart[: len(again)])
+        off = strayed(together, apart)
+        own = strayed(again, apart[: len(again)])
         if len(rows) == 1 and off <= tolerance(self._dtype, own):
             return ""
         return f"in shared rows hidden states are {off:.1e} off"
@@ -350,7 +358,8 @@ def _no_padding(decoder: Any) -> int:
 def _missed_window(config: Any, windows: Sequence[int | None]) -> str:
     """Return what is wrong with the windows that layers gave to their attention, or "": some models have theirs in the
     mask alone, which packed rows do not have, and sequences of a trial are shorter than most windows."""
-    window, sliding = sliding_window(config), n_sliding_layers(config)
+    window = sliding_window(config)
+    sliding = n_sliding_layers(config)
     if [each for each in windows if each is not None] == [window] * sliding:
         return ""
     return f"its layers do not give their attention the sliding window of {window} tokens"

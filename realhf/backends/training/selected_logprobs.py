@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES = 3 << 24
 """Bytes of logits (fp32) held at once: 256 rows of a vocabulary of 49,152 tokens. Smaller chunks read the weight of the
 head too often."""
-GPU_CHUNK_BYTES, _LEAST_GPU_SHARE = 1 << 30, 64
+GPU_CHUNK_BYTES = 1 << 30
+_LEAST_GPU_SHARE = 64
 """The same on a GPU: 1,766 rows of a vocabulary of 151,936 tokens, if that is at most one part in 64 of its memory. The
 backward pass holds two and a half times as much. A product of fewer rows is bound by reading the weight of the head and
 by writing its gradient."""
@@ -88,7 +89,8 @@ def _tried(device: torch.device) -> bool:
         works = once.dtype == torch.float32 and bool((once == 16).all() and (twice == 32).all())
         reason = "its numbers are wrong"
     except (RuntimeError, TypeError) as error:
-        works, reason = False, str(error).partition("\n")[0]
+        works = False
+        reason = str(error).partition("\n")[0]
     if not works:
         logger.warning("log-probabilities on %s are computed in fp32: torch cannot sum bf16 there (%s)", device, reason)
     return works
@@ -151,9 +153,11 @@ class _Selected(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        products, (factor, cap, temperature) = _Products(hidden, weight), shape
+        products = _Products(hidden, weight)
+        (factor, cap, temperature) = shape
         logprobs = hidden.new_zeros(ids.shape, dtype=torch.float32)
-        entropy, normaliser = logprobs.new_zeros(len(ids)), logprobs.new_empty(len(ids))
+        entropy = logprobs.new_zeros(len(ids))
+        normaliser = logprobs.new_empty(len(ids))
         keep = any(ctx.needs_input_grad) and 4 * len(ids) * len(weight) <= _KEPT_BYTES and len(ids) <= chunk
         kept = None
         # Of a frozen head nothing but the gradient of ``hidden`` is wanted, which is that of the log-probability, known
@@ -180,7 +184,9 @@ class _Selected(torch.autograd.Function):
             ctx.save_for_backward(slopes)
             return logprobs, entropy
         ctx.save_for_backward(hidden, weight, beside, up, bias, ids, normaliser, entropy, kept)
-        ctx.shape, ctx.chunk, ctx.with_entropy = shape, chunk, with_entropy
+        ctx.shape = shape
+        ctx.chunk = chunk
+        ctx.with_entropy = with_entropy
         return logprobs, entropy
 
     @staticmethod
@@ -192,7 +198,8 @@ class _Selected(torch.autograd.Function):
         hidden, weight, beside, up, bias, ids, normaliser, entropy, kept = ctx.saved_tensors
         of_logprobs, of_entropy = grads
         of_row = of_logprobs.sum(-1, keepdim=True) if ids.shape[1] > 1 else of_logprobs
-        products, (factor, cap, temperature) = _Products(hidden, weight), ctx.shape
+        products = _Products(hidden, weight)
+        (factor, cap, temperature) = ctx.shape
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and not len(ids) else None
         of_beside = None if beside is None else torch.empty_like(beside)
@@ -235,7 +242,8 @@ class _Selected(torch.autograd.Function):
 def _with_slope(logits: Tensor, ids: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Return log-probabilities (n, 1) of ``ids`` (n, 1), and ``factor`` times their gradients by ``logits``
     (n, vocabulary), in place of these."""
-    chosen, most = logits.gather(-1, ids), logits.amax(-1, keepdim=True)
+    chosen = logits.gather(-1, ids)
+    most = logits.amax(-1, keepdim=True)
     total = logits.sub_(most).exp_().sum(-1, keepdim=True)
     slope = logits.mul_(-factor / total).scatter_add_(-1, ids, torch.full_like(chosen, factor))
     return chosen - most - total.log(), slope

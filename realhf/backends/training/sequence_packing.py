@@ -62,7 +62,8 @@ class SequenceInputs:
             found.asked.append(asked)
             found.target.append(ids[start + 1 + asked])
             found.place.append(output + asked)
-            start, output = start + length, output + length - 1
+            start = start + length
+            output = output + length - 1
         return found
 
 
@@ -123,7 +124,9 @@ def shared_rows(
             continue
         if current:
             rows.append(Row(tuple(current), tuple(shared), length))
-        current, shared, length = [i], [0], len(inputs[i])
+        current = [i]
+        shared = [0]
+        length = len(inputs[i])
     if current:
         rows.append(Row(tuple(current), tuple(shared), length))
     return rows
@@ -161,7 +164,8 @@ class RowLayout:
 
 def layout(row: Row, inputs: Sequence[np.ndarray]) -> RowLayout:
     """Lay out the columns of a row."""
-    tokens, depth = np.empty(row.length, dtype=np.int64), np.empty(row.length, dtype=np.int64)
+    tokens = np.empty(row.length, dtype=np.int64)
+    depth = np.empty(row.length, dtype=np.int64)
     columns: list[np.ndarray] = []
     at = 0
     for i, shared in zip(row.members, row.shared, strict=True):
@@ -205,9 +209,12 @@ def packed_batches(lengths: Sequence[int], most: int | None = None) -> list[list
     for i in order:
         if size + lengths[i] > most or size + lengths[i] / 2 > target:
             batches.append([])
-            size, target, n = 0, left / max(n, 1), n - 1
+            size = 0
+            target = left / max(n, 1)
+            n = n - 1
         batches[-1].append(i)
-        size, left = size + lengths[i], left - lengths[i]
+        size = size + lengths[i]
+        left = left - lengths[i]
     return batches
 
 
@@ -285,7 +292,8 @@ def packed_pass(rows: Sequence[Row], inputs: SequenceInputs, kernel: Kernel | No
         depth.append(lay.depth)
         paths.append([before + path for path in lay.columns])
         before += row.length
-    members, shared = [i for row in rows for i in row.members], [row.shared for row in rows]
+    members = [i for row in rows for i in row.members]
+    shared = [row.shared for row in rows]
     flat = list(chain.from_iterable(paths))
     columns = [path[inputs.asked[i]] for i, path in zip(members, flat, strict=True)]
     return RowPass(

@@ -28,7 +28,8 @@ def load_tokenizer(path: str, role: str) -> Any:
 def check_same_tokens(tokenizer: Any, role: str, path: str, other_path: str) -> None:
     """Raise ModelLoadError unless ``tokenizer``, that of a role whose model lies in ``path``, gives every token that it
     shares with the one in ``other_path`` the same id. What one of them added is not missed in the other."""
-    mine, theirs = tokenizer.get_vocab(), load_tokenizer(other_path, "actor").get_vocab()
+    mine = tokenizer.get_vocab()
+    theirs = load_tokenizer(other_path, "actor").get_vocab()
     words = {number: word for word, number in theirs.items()}
     for word, number in mine.items():
         if theirs.get(word, number) != number or words.get(number, word) != word:

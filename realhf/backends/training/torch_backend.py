@@ -136,7 +136,8 @@ def attention_for(path: str, role: str, experts: bool | None = None) -> str:
 def _unlike(model: Any, report: Mapping[str, Any], with_head: bool) -> str | None:
     """Return how a checkpoint differs from the model that its configuration describes. What is missing would be random
     numbers, and nobody would say so."""
-    name, head = type(model).__name__, model.get_output_embeddings()
+    name = type(model).__name__
+    head = model.get_output_embeddings()
     unwanted = () if with_head else tuple(f"{at}." for at, module in model.named_modules() if module is head)
     if missing := sorted(key for key in report["missing_keys"] if not key.startswith(unwanted)):
         return f"the checkpoint of a {name} lacks {missing[0]}, and {len(missing) - 1} others"

@@ -97,7 +97,8 @@ def _adapted(function: Callable[..., Any], known: frozenset[str], grouped: bool)
         if times > 1 and grouped:
             options["enable_gqa"] = True
         elif times > 1:
-            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+            key = key.repeat_interleave(times, 1)
+            value = value.repeat_interleave(times, 1)
         if "window_size" in known:  # It counts the tokens before the query's own.
             options["window_size"] = (-1 if window is None else window - 1, 0)
         elif window is None:
@@ -174,7 +175,10 @@ def fault(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_size: i
 
 def _trial(kernel: Kernel, device: torch.device, dtype: torch.dtype, window: int | None, dim: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
-    queries, keys, heads, kv_heads = (5, 130, 1), (9, 130, 70), 4, 2
+    queries = (5, 130, 1)
+    keys = (9, 130, 70)
+    heads = 4
+    kv_heads = 2
     shapes = ((sum(queries), heads, dim), (sum(keys), kv_heads, dim), (sum(keys), kv_heads, dim))
     given = [torch.randn(*shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
     weights = torch.randn(*shapes[0], generator=draw).to(device)
@@ -211,7 +215,8 @@ class PackedLayout:
         """Return the outputs (columns, heads, dim) of causal attention within each sequence. ``query`` (columns, heads,
         dim), ``key`` and ``value`` (columns, kv heads, dim); ``window``: a token sees that many, itself included."""
         if self.keys is not None:
-            key, value = _Taken.apply(key, self.keys), _Taken.apply(value, self.keys)
+            key = _Taken.apply(key, self.keys)
+            value = _Taken.apply(value, self.keys)
         return self.kernel(query, key, value, self.ends_q, self.ends_k, self.longest_q, self.longest_k, window, scale)
 
 
@@ -260,7 +265,8 @@ def _ends(sizes: Sequence[int]) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32))
 
 
-PACKED_ROWS, LAYOUT = "packed_rows", "packed_layout"
+PACKED_ROWS = "packed_rows"
+LAYOUT = "packed_layout"
 """The implementation's name, and the keyword argument of a forward pass that brings a ``PackedLayout``."""
 
 

@@ -98,7 +98,8 @@ class VllmApi:
             "sampling_params": {**params, "logprobs": 0, "detokenize": False},
         }
         answer = await self._call("POST", "/inference/v1/generate", json=body, timeout_s=timeout_s)
-        choice, usage = answer["choices"][0], answer["usage"]
+        choice = answer["choices"][0]
+        usage = answer["usage"]
         tokens = choice["token_ids"] or []
         logprobs = [float(row["logprob"]) for row in (choice["logprobs"] or {}).get("content") or []]
         if len(logprobs) != len(tokens):

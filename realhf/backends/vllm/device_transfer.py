@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST_PARTS, MOST_BYTES = 32, 4096
+MOST_PARTS = 32
+MOST_BYTES = 4096
 """A handle has about 15 parts, the largest of which is a few dozen bytes."""
 _CLASSES: dict[str, Any] = {
     "Tensor": torch.Tensor,

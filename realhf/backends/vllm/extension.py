@@ -119,7 +119,8 @@ class WeightExtension:
 
     def _leave_transfer(self) -> None:
         """Stop looking at what arrives; one that broke off may have left that."""
-        held, self.realhf_open = getattr(self, "realhf_open", None), None
+        held = getattr(self, "realhf_open", None)
+        self.realhf_open = None
         if held is not None:
             held.close()
 
@@ -150,7 +151,8 @@ class WeightExtension:
 
     def _live_digests(self) -> Digests:
         model = self.model_runner.get_model()  # pyright: ignore[reportAttributeAccessIssue]
-        digester, held = TensorDigester(), Digests()
+        digester = TensorDigester()
+        held = Digests()
         for name, layer in model.named_modules():
             held |= _digests_of(model, name, layer, digester)
         return held

@@ -153,7 +153,8 @@ class VllmGenerator:
         ``load_weights``. Raises VllmError or TimeoutError naming the missing feature of the server.
         """
         self._clear_cache = kv_policy == "recompute"
-        self._request_timeout_s, self._update_timeout_s = request_timeout_s, update_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._update_timeout_s = update_timeout_s
         self._pause_timeout_s = pause_timeout_s
         self._tracer = tracer or Tracer()
         self._version = version
@@ -165,7 +166,8 @@ class VllmGenerator:
         self._counts = dict.fromkeys(("generated_tokens", "prefill_tokens", "reused_tokens", "busy_s"), 0.0)
         self._weight_pause_ms = 0.0
         self._busy_since: float | None = None
-        self._name, self._number = uuid.uuid4().hex, 0
+        self._name = uuid.uuid4().hex
+        self._number = 0
         self._closed = False
         self._loop = event_loops.ClockedLoop()
         # Weights and aborts must get through while every generating connection is in use.
@@ -389,7 +391,8 @@ class VllmGenerator:
         self._finish(entry, outcome)
 
     async def _exchange(self, entry: _Entry) -> GenOutput:
-        request, config = entry.request, entry.config
+        request = entry.request
+        config = entry.config
         room = self._model.max_tokens - len(request.token_ids)
         count = min(room, config.max_new_tokens - request.sampled)
         if count < 1:

@@ -40,8 +40,11 @@ class ServedLogprobInterface:
     def __init__(
         self, url: str, served_model: str = "", token_file: str = "", connections: int = 16, timeout_s: float = 600.0
     ) -> None:
-        self._url, self._name, self._token_file = url.rstrip("/").removesuffix("/v1"), served_model, token_file
-        self._connections, self._timeout_s = connections, timeout_s
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._name = served_model
+        self._token_file = token_file
+        self._connections = connections
+        self._timeout_s = timeout_s
         self._compared = False
 
     def inference(
@@ -158,7 +161,8 @@ def _of_rows(rows: Sequence[Any], ids: Sequence[int]) -> tuple[list[str | None],
 
 def _of_echo(logprobs: Any, count: int) -> tuple[list[str | None], list[float]]:
     """Read the log-probabilities of an echoed prompt of ``count`` tokens, behind which a sampled one may stand."""
-    texts, values = logprobs["tokens"], logprobs["token_logprobs"]
+    texts = logprobs["tokens"]
+    values = logprobs["token_logprobs"]
     if len(values) < count or len(texts) != len(values):
         raise ValueError(f"{len(values)} log-probabilities")
     return list(texts[1:count]), [float(value) for value in values[1:count]]

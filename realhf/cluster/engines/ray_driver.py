@@ -154,7 +154,8 @@ class RayEngine:
 
     def _describe_failed_agent(self, calls: Mapping[str, Any]) -> str:
         """Describe the host agent that could not be started, and its node."""
-        ray, found = _ray(), "a host agent"
+        ray = _ray()
+        found = "a host agent"
         with contextlib.suppress(Exception):
             ended, _ = ray.wait([*calls.values()], num_returns=len(calls), timeout=0)
             for name, call in calls.items():
@@ -168,7 +169,8 @@ class RayEngine:
         return found
 
     def _place(self, strategy: str, bundles: Mapping[str, Mapping[str, float]], deadline: float) -> None:
-        ray, strategies = _ray(), import_module("ray.util.scheduling_strategies")
+        ray = _ray()
+        strategies = import_module("ray.util.scheduling_strategies")
         nodes = [node for node in ray.nodes() if node["Alive"]]
         for name, needs in bundles.items():
             if not any(all(node["Resources"].get(kind, 0) >= n for kind, n in needs.items()) for node in nodes):

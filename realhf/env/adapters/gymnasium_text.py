@@ -157,11 +157,17 @@ class GymnasiumEnvironment:
         reset_options: Mapping[str, Any],
         given_up: list[Threads],
     ) -> None:
-        self._name, self._make, self._actions, self._reading = name, make, actions, reading
-        self._reset_options, self._given_up = reset_options, given_up
+        self._name = name
+        self._make = make
+        self._actions = actions
+        self._reading = reading
+        self._reset_options = reset_options
+        self._given_up = given_up
         self._played = _Instance(make, reading)
         self._thread: Threads | None = None
-        self._done, self._lost, self._wrong = True, False, 0
+        self._done = True
+        self._lost = False
+        self._wrong = 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin the episode of a seed. Raises EnvironmentFailure."""
@@ -170,9 +176,11 @@ class GymnasiumEnvironment:
             if (count := sum(each.stuck for each in self._given_up)) >= MOST_STUCK:
                 raise EnvironmentFailure("capacity", f"{self._name}: {count} calls have not returned")
             self._played = _Instance(self._make, self._reading)
-            self._thread, self._lost = Threads(self._name, 1, idle_s=None), False
+            self._thread = Threads(self._name, 1, idle_s=None)
+            self._lost = False
         text = await self._run(self._thread, partial(self._played.reset, seed, self._reset_options), "reset")
-        self._done, self._wrong = False, 0
+        self._done = False
+        self._wrong = 0
         return Opening([{"role": "user", "content": text}])
 
     async def step(self, message: AssistantMessage) -> Turn:
@@ -193,7 +201,8 @@ class GymnasiumEnvironment:
 
     async def close(self) -> None:
         """Close the instance, on its thread."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         self._done = True
         if thread is not None and not self._lost:
             try:
@@ -242,7 +251,8 @@ class _Instance:
     """One instance of the environment; used by its thread alone."""
 
     def __init__(self, make: Any, reading: Reading) -> None:
-        self._make, self._reading = make, reading
+        self._make = make
+        self._reading = reading
         self._env: Any = None
         self._return = 0.0
 
@@ -267,7 +277,8 @@ class _Instance:
 
     def close(self) -> None:
         """Close the instance if it was made."""
-        env, self._env = self._env, None
+        env = self._env
+        self._env = None
         if env is not None:
             env.close()
 
@@ -383,7 +394,8 @@ def _plain(observation: Any) -> str:
 
 
 def _located(error: BaseException) -> str:
-    trace, file = error.__traceback__, ""
+    trace = error.__traceback__
+    file = ""
     while trace is not None:
         trace, file = trace.tb_next, trace.tb_frame.f_code.co_filename
     return located(error, file)

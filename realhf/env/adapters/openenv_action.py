@@ -17,7 +17,9 @@ from realhf.env.loader.validation import json_problem, shown, whole_text
 from realhf.env.openenv_client import EnvError
 
 TOOL_NAME = "act"
-TEXT, TOOL, LISTED = "text", "tool", "listed"
+TEXT = "text"
+TOOL = "tool"
+LISTED = "listed"
 _OF_THE_WIRE = "metadata"
 """A field that every action has and no policy fills."""
 _GENERIC = frozenset({"Action", "CallToolAction", "ListToolsAction"})
@@ -99,7 +101,9 @@ def listed_form(found: Any) -> ActionForm:
         raise ValueError(f"the server lists no tools but {shown(found)}")
     if len(found) > _MOST_TOOLS:
         raise ValueError(f"the server lists {len(found)} tools, at most {_MOST_TOOLS} are read")
-    tools, fields, required = [], {}, {}
+    tools = []
+    fields = {}
+    required = {}
     for number, each in enumerate(found):
         if not isinstance(each, Mapping) or not isinstance(name := each.get("name"), str) or not name:
             raise ValueError(f"tool {number} of the server has no name: {shown(each)}")

@@ -60,7 +60,8 @@ class Session:
     def __init__(
         self, clients: Sequence[Callable[[], OpenEnvClient]], opened: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        self._clients, self._opened = clients, opened
+        self._clients = clients
+        self._opened = opened
         self._client: OpenEnvClient | None = None
 
     async def reset(self, data: Mapping[str, Any]) -> StepResult:
@@ -83,7 +84,8 @@ class Session:
 
     async def close(self) -> None:
         """End the session."""
-        client, self._client = self._client, None
+        client = self._client
+        self._client = None
         if client is not None:
             await client.close()
 
@@ -193,7 +195,8 @@ class OpenEnvEnvironment:
     def __init__(
         self, clients: Sequence[Callable[[], OpenEnvClient]], form: ActionForm | None, reading: Reading
     ) -> None:
-        self._form, self._reading = form, reading
+        self._form = form
+        self._reading = reading
         self._session = Session(clients, self._ask_tools)
         self._tools: ActionForm | None = form
         self._done = False
@@ -203,7 +206,9 @@ class OpenEnvEnvironment:
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
         """Begin an episode: the server's reset is given the seed and the columns of the row. Raises
         EnvironmentFailure."""
-        self._done, self._return, self._answers = False, 0.0, None
+        self._done = False
+        self._return = 0.0
+        self._answers = None
         result = await self._session.reset(reset_data(task, seed))
         self._done = result.done
         self._return = (result.reward or 0.0) if self._done else 0.0

@@ -75,7 +75,8 @@ class Conversation:
     def new_messages(self, call: ModelCall) -> Sequence[ChatMessage]:
         """The messages of a call that the policy has not read or said yet. Raises Unplayable when the conversation
         before them was changed."""
-        known, found = self._seen, call.messages
+        known = self._seen
+        found = call.messages
         size = len(known) + self._said
         same = [_compared(message) for message in found[: len(known)]] == [_compared(message) for message in known]
         if not same or (self._said and (len(found) < size or found[size - 1].get("role") != "assistant")):

@@ -112,7 +112,9 @@ async def _talk(model: str, url: str, secret: str, mcp_urls: Mapping[str, str], 
     from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp  # pyright: ignore[reportMissingImports]
 
     async with AsyncExitStack() as stack:
-        tools, dispatch, servers = [], {}, {}
+        tools = []
+        dispatch = {}
+        servers = {}
         if mcp_urls:
             config = {"mcpServers": {name: {"url": address} for name, address in mcp_urls.items()}}
             async with asyncio.timeout(_CONNECT_S):
@@ -129,7 +131,8 @@ async def _talk(model: str, url: str, secret: str, mcp_urls: Mapping[str, str], 
             if not calls:
                 return ""
             for call in calls:
-                name, arguments = call["function"]["name"], _arguments(call["function"]["arguments"])
+                name = call["function"]["name"]
+                arguments = _arguments(call["function"]["arguments"])
                 if isinstance(arguments, str):
                     content = f"error: {arguments}"
                 elif name in dispatch:
@@ -243,7 +246,9 @@ class VerifiersEnvironment:
         context: Callable[[str, str, Mapping[str, str], str], Any],
         success_reward: float,
     ) -> None:
-        self._stage_of, self._task_of, self._context = stage_of, task_of, context
+        self._stage_of = stage_of
+        self._task_of = task_of
+        self._context = context
         self._success_reward = success_reward
         self._stage: Stage | None = None
         self._serving: Serving | None = None
@@ -261,7 +266,8 @@ class VerifiersEnvironment:
             self._stage = self._stage_of()
             self._serving = await self._stage.enter()
         chosen = await asyncio.to_thread(self._task_of, task)
-        self._conversation, self._ended = Conversation(), None
+        self._conversation = Conversation()
+        self._ended = None
         self._run = asyncio.create_task(self._play(self._serving, chosen, self._conversation))
         await self._next()
         if self._call is None:
@@ -286,7 +292,8 @@ class VerifiersEnvironment:
     async def close(self) -> None:
         """End the episode, and what is shared when this was the last instance."""
         await self._abandon()
-        serving, self._serving = self._serving, None
+        serving = self._serving
+        self._serving = None
         if serving is not None and self._stage is not None:
             await self._stage.leave(serving)
 
@@ -313,7 +320,10 @@ class VerifiersEnvironment:
             asked.cancel()
 
     async def _abandon(self) -> None:
-        run, self._run, self._call, self._ended = self._run, None, None, None
+        run = self._run
+        self._run = None
+        self._call = None
+        self._ended = None
         if run is not None and not run.done():
             run.cancel()
             await asyncio.wait([run], timeout=_STOP_S)

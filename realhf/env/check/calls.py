@@ -116,11 +116,13 @@ class UserCode:
 
     def of_suspended(self, awaited: Any) -> str:
         """Return the innermost line of the environment's code in a suspended coroutine and in what it awaits."""
-        found, task = "", None
+        found = ""
+        task = None
         for _ in range(_MOST_LINKS):
             if awaited is None:
                 # A coroutine does not say which task it awaits, but the task that runs it does.
-                awaited, task = getattr(task, "_fut_waiter", None), None
+                awaited = getattr(task, "_fut_waiter", None)
+                task = None
             if awaited is None:
                 break
             frame = next((f for n in ("cr_frame", "gi_frame", "ag_frame") if (f := getattr(awaited, n, None))), None)
@@ -213,12 +215,14 @@ class LoopWatchdog:
 
     def take(self) -> list[Block]:
         """Return the blocks since the last call. Call it on the loop."""
-        found, self._found = self._found, []
+        found = self._found
+        self._found = []
         return found
 
     def _timed(self, handle: Any) -> None:
         callback = getattr(handle, "_callback", None)
-        self._slept_s, self._collecting_s = 0.0, 0.0
+        self._slept_s = 0.0
+        self._collecting_s = 0.0
         if self._places:
             self._places = Counter()
         number = self._callback = abs(self._callback) + 1
@@ -246,9 +250,11 @@ class LoopWatchdog:
         return stands or task.get_name().removeprefix(CALL)
 
     def _watch(self) -> None:
-        last, before = time.monotonic(), 0
+        last = time.monotonic()
+        before = 0
         while not self._ended.wait(_SAMPLE_S):
-            now, number = time.monotonic(), self._callback
+            now = time.monotonic()
+            number = self._callback
             frame = sys._current_frames().get(self._loop_thread)
             place = self._code.of_frame(frame, LoopWatchdog._timed.__code__) if number > 0 else ""
             del frame
@@ -257,7 +263,8 @@ class LoopWatchdog:
                     self._slept_s += min(now - last, _MOST_PER_SAMPLE_S)
                 if place:
                     self._places[place] += 1
-            last, before = now, number
+            last = now
+            before = number
 
     def _on_collection(self, phase: str, _: dict[str, Any]) -> None:
         if threading.get_ident() == self._loop_thread:
@@ -282,7 +289,8 @@ class CallFailed(Exception):
     ) -> None:
         super().__init__(what)
         self.what, self.where, self.kind, self.mend = what, where, kind or alike(what), mend
-        self.hung, self.shape = hung, shape
+        self.hung = hung
+        self.shape = shape
 
 
 class Caller:

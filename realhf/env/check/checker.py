@@ -90,7 +90,8 @@ class Checker:
     def _checking(self, name: str, limit_s: float) -> Iterator[list[str]]:
         """Announce a check that may take so long until something else is announced, and then its verdict, with the
         remarks that are left in the list."""
-        before, remarks = self._findings.hits, list[str]()
+        before = self._findings.hits
+        remarks = list[str]()
         self._begin(name, limit_s)
         yield remarks
         self._tell(VERDICT, name, OK if self._findings.hits == before else FAULT, ", ".join(filter(None, remarks)))
@@ -239,7 +240,8 @@ class Checker:
 def main(argv: Sequence[str]) -> int:
     """Check what the order says and report. Returns the exit status."""
     die_with_parent()
-    descriptor, folder = int(argv[0]), Path(argv[1])
+    descriptor = int(argv[0])
+    folder = Path(argv[1])
     order = Order(**json.loads((folder / ORDER).read_text(encoding="utf-8")))
     os.set_inheritable(descriptor, False)
     tell = reporter(descriptor)

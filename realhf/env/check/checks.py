@@ -89,8 +89,10 @@ async def _opens_otherwise(harness: CheckHarness, one: Task, other: Task) -> boo
 
 async def check_determinism(run: Run) -> str:
     """Play every case alone, again on another instance, and again on one that has played before and left off."""
-    harness, cases = run.harness, run.cases()
-    turns, busy_s = harness.turns, time.process_time()
+    harness = run.harness
+    cases = run.cases()
+    turns = harness.turns
+    busy_s = time.process_time()
     for case, other in zip(cases, [*cases[1:], *cases[:1]], strict=True):
         if harness.is_over(bool(run.transcripts)):
             break
@@ -112,7 +114,8 @@ async def check_determinism(run: Run) -> str:
         else:
             continue
         run.comparable = False
-        kind, place = what.partition(":")[0], harness.place(None, "reset")
+        kind = what.partition(":")[0]
+        place = harness.place(None, "reset")
         harness.add(Finding("determinism", what, mend, place, case.task.id, kind=kind))
     run.busy_s = (time.process_time() - busy_s) / max(1, harness.turns - turns)
     if not harness.spec.deterministic:
@@ -123,7 +126,8 @@ async def check_determinism(run: Run) -> str:
 async def check_instances(run: Run) -> str:
     """Play many instances concurrently, but no more than can answer in time: turns that compute run one after another,
     and the loader of an env format makes a limited number of blocking calls at the same time."""
-    harness, most = run.harness, run.order.instances
+    harness = run.harness
+    most = run.order.instances
     half_s = run.order.timeout_s / 2
     waiting = MOST_THREADS * half_s / max(harness.slowest_s, 1e-6)
     bearable = max(2, int(min(half_s / max(run.busy_s, 1e-6), waiting)))
@@ -136,7 +140,8 @@ async def check_instances(run: Run) -> str:
 async def check_wrong_messages(run: Run) -> str:
     """Send everything that a policy can get wrong. An episode goes on until it is over or failed. Where a script solves
     a task by saying nothing, that is right there."""
-    harness, before = run.harness, run.harness.turns
+    harness = run.harness
+    before = run.harness.turns
     quiet = [script.task for script in run.scripts if script.succeeds and not "".join(script.turns).strip()]
     for task in run.playable[:_WRONG_TASKS]:
         meant = any(task.id == other.id or task.payload == other.payload for other in quiet)
@@ -172,7 +177,9 @@ def _judge_payment(harness: CheckHarness, place: str, task: Task, said: Said, tu
 async def check_end(run: Run) -> str:
     """Let a policy talk, and another one try its tools: one of the two episodes must end. Where there are scripts that
     end, it is enough to say that nothing else does."""
-    harness, task, most = run.harness, run.playable[0], run.order.most_turns
+    harness = run.harness
+    task = run.playable[0]
+    most = run.order.most_turns
     tools = [*harness.tools.values()]
     ways = [talking(most), *([trying(tools, 0, most)] if tools else ())]
     async with harness.instance(task.id) as environment:
@@ -186,7 +193,8 @@ async def check_end(run: Run) -> str:
         what = f"no episode ended within {most} turns"
         mend = "End an episode after a number of turns (done=True), whatever the policy says"
         if run.scripts:
-            what, mend = f"{what}, unless it was solved", f"{mend}, or rely on rollout.max_turns"
+            what = f"{what}, unless it was solved"
+            mend = f"{mend}, or rely on rollout.max_turns"
         place = harness.place(environment, "step")
         harness.add(Finding("end", what, mend, place, task.id, is_fault=not run.scripts))
     return ""

@@ -177,7 +177,8 @@ It resets tasks twice and compares every turn, plays many instances at once, sen
 calls that block the event loop, hang, leak or end the process, judges tasks, tools and rewards, and plays the scripted
 solver. The exit status is 0 without faults, 1 with some, 2 for wrong arguments, 130 after Ctrl-C."""
 """Shown by ``--help``."""
-_FIRST_SEED, _OTHER_SEED = 1, 2
+_FIRST_SEED = 1
+_OTHER_SEED = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -239,7 +240,8 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
 def keep_passport(report: Report, arguments: argparse.Namespace) -> None:
     """Write the passport of an environment whose mutants were played to the end; that this cannot be is a fault."""
-    found, file = report.about.get(MUTANTS, {}), report.about.get(PASSPORT)
+    found = report.about.get(MUTANTS, {})
+    file = report.about.get(PASSPORT)
     kinds = {name: Counts(**counts) for name, counts in found.get("kinds", {}).items()}
     if file is None or not kinds:
         why = "not all mutants were played" if file is None else "nothing tells right plays from wrong ones"

@@ -109,7 +109,8 @@ class CheckHarness:
         """The longest that a turn has taken so far."""
         self.was_cut = False
         """Whether the check that is running left something out because its time was up."""
-        self._late_at, self._failed = math.inf, 0
+        self._late_at = math.inf
+        self._failed = 0
         self._places: dict[str, str] = {}
         self._worth: WeakKeyDictionary[Environment, float] = WeakKeyDictionary()
         self._address = address
@@ -118,7 +119,8 @@ class CheckHarness:
     def begin(self, seconds: float) -> None:
         """Give the next check its time; it may take longer by one episode."""
         self._late_at = time.monotonic() + seconds
-        self.was_cut, self._failed = False, 0
+        self.was_cut = False
+        self._failed = 0
 
     def is_over(self, played: bool = True) -> bool:
         """Return whether a check has played enough: several episodes have failed, or its time is up and it has
@@ -195,7 +197,8 @@ class CheckHarness:
         """The state is worth the same when it is asked again, and hardly nothing after it was worth something: else the
         author adds up what turns earn. What tools raise by mistake is noted. Raises CallFailed."""
         again = await self._call("get_reward", environment, task, environment.reward_again)
-        place, before = self.place(environment, "get_reward"), self._worth.get(environment, 0.0)
+        place = self.place(environment, "get_reward")
+        before = self._worth.get(environment, 0.0)
         now = self._worth[environment] = turn.reward or 0.0
         if again != now:
             what = f"get_reward says {now:g} and, asked again, {again:g}"
@@ -283,9 +286,11 @@ def _contents(found: Opening | Turn) -> list[str]:
 def defined_at(environment: Any, method: str, code: UserCode) -> str:
     """Return where a method is defined, in the class of an instance or in what the adapter of an env format holds: an
     object of the author's class, the class, or a function. Return "" if it is defined nowhere."""
-    waiting, seen = [environment], 0
+    waiting = [environment]
+    seen = 0
     while waiting and seen < _MOST_SEEN:
-        each, seen = waiting.pop(0), seen + 1
+        each = waiting.pop(0)
+        seen = seen + 1
         for name in _INSTEAD.get(method, (method,)):
             function = getattr(each if isinstance(each, type) else type(each), name, None)
             if place := code.of_code(getattr(function, "__code__", None)):

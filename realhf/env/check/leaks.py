@@ -126,7 +126,8 @@ _HEARD = frozenset((
 _ROUNDS = 3
 """The first fills pools and caches; only what grows after it has leaked."""
 _LEAST_EPISODES = 20
-_SHARE, _THREAD_SHARE = 10, 4
+_SHARE = 10
+_THREAD_SHARE = 4
 """One thing left behind by so many episodes is a leak. Pools of threads fill up slowly, so more of these may be new."""
 _ROUND_S = 8.0
 """A round that took longer is followed by smaller ones, in seconds."""
@@ -141,7 +142,8 @@ async def check_crowd(
     one; without the one of a case nothing is compared. Returns how many turns were played in a second. Raises
     CallFailed when an answer did not come."""
     book = ResourceBook(harness.code)
-    played, seconds = harness.turns, 0.0
+    played = harness.turns
+    seconds = 0.0
     episodes = 0
     held: list[Held] = []
     for number in range(_ROUNDS):
@@ -154,7 +156,8 @@ async def check_crowd(
         episodes = waves * count
         if number == 0 and seconds > _ROUND_S:
             # Those that go on must be as many in all further rounds, or nothing could be compared.
-            harness.was_cut, count = True, max(2, int(count * _ROUND_S / seconds))
+            harness.was_cut = True
+            count = max(2, int(count * _ROUND_S / seconds))
     for kind, more, place in grown(held[-2], held[-1]):
         if more >= max(2, episodes // (_THREAD_SHARE if kind == THREADS else _SHARE)):
             what = f"{episodes} closed instances left {more} {kind} behind"

@@ -38,7 +38,8 @@ from realhf.env.check.mutators import (
 from realhf.env.check.report import FAULT, OK, READ, Finding, counted, quoted
 from realhf.env.check.scripts import call_text, functions, policy_turn, properties_of, sample, type_of
 
-OTHER_TOOL, UNDONE = "another tool", "undone"
+OTHER_TOOL = "another tool"
+UNDONE = "undone"
 _OPPOSITES = {
     one: other
     for pair in (
@@ -179,7 +180,8 @@ class Mutants:
         all_of = self._actions
         for at, action in enumerate(all_of):
             for inverse in (inverse for call in action.calls for inverse in self._inverses(*call)):
-                what, undone = f"action {at + 1} undone by {inverse[0]}", Action("", (inverse,))
+                what = f"action {at + 1} undone by {inverse[0]}"
+                undone = Action("", (inverse,))
                 yield Change(UNDONE, what, (*all_of[: at + 1], undone, *all_of[at + 1 :]))
                 if at + 1 < len(all_of):
                     yield Change(UNDONE, f"{what}, before the last", (*all_of[:-1], undone, all_of[-1]))
@@ -313,7 +315,8 @@ def missing(spec: EnvironmentSpec) -> Finding | None:
 def scripts_of(spec: EnvironmentSpec, seed: int) -> dict[str, list[Demonstration]]:
     """Return a few solutions by template. Raises what the environment's own solver raises."""
     assert spec.demonstrate is not None
-    tasks, found = spec.tasks(TRAIN), {}
+    tasks = spec.tasks(TRAIN)
+    found = {}
     for script in spec.demonstrate(DemonstrationRequest(_EPISODES_PER_TASK, seed)):
         if script.succeeds and script.kind == SOLUTION:
             template = next((t for t in tasks.group_of if tasks.instantiate(t, script.task.seed) == script.task), "")
@@ -326,7 +329,9 @@ class Mutation:
     """Plays at most ``most`` mutants in all. ``add`` takes what is found."""
 
     def __init__(self, harness: CheckHarness, most: int, seed: int, add: Callable[[Finding], None]) -> None:
-        self._create_harness, self._most, self._add = harness, most, add
+        self._create_harness = harness
+        self._most = most
+        self._add = add
         self.outcome = Outcome(seed)
         self._shows: dict[tuple[str, str], bool] = {}
         """By (tool, argument) of the template that is played, whether another value was ever told from the first."""
@@ -339,9 +344,11 @@ class Mutation:
     ) -> None:
         """Play the mutants of all scripts. ``begin`` is told what comes next, ``end`` the verdict on each template:
         name, outcome, remark. Raises CallFailed when an answer did not come."""
-        played, scripted = 0, sum(map(len, scripts.values()))
+        played = 0
+        scripted = sum(map(len, scripts.values()))
         for template, solutions in scripts.items():
-            tally, faults = self.outcome.tasks.setdefault(template, Tally()), 0
+            tally = self.outcome.tasks.setdefault(template, Tally())
+            faults = 0
             for number, script in enumerate(solutions):
                 rng = random.Random(f"mutants {self.outcome.seed} {template} {number}")
                 begin(f"{played + tally.mutants:,} of at most {self._most:,} mutants, {template}")
@@ -367,7 +374,8 @@ class Mutation:
         self.outcome.described = self.outcome.described or whole.view is not None
         actions = [read_action(text, whole.tools) for text in script.turns]
         words = words_of([*_shown(whole.view), *_said(actions), *whole.texts[::-1]])
-        sent, seen = {script.turns}, {(*whole.said,), tuple(action.text() for action in actions[: len(whole.said)])}
+        sent = {script.turns}
+        seen = {(*whole.said,), tuple(action.text() for action in actions[: len(whole.said)])}
         if whole.view is not None:
             await self._look_at_members(script, whole, actions, most // _MEMBER_SHARE, rng)
         mutants = Mutants(actions, whole.tools, words, rng, described=whole.view is not None)

@@ -15,12 +15,23 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from realhf.env.check.scripts import type_of
 
 T = TypeVar("T")
-LEFT_OUT, DOUBLED, REORDERED, FIRST = "left out", "doubled", "reordered", "beside"
-REMOVED, CHANGED, ADDED = "argument removed", "argument changed", "argument added"
-EXCHANGED, NEIGHBOUR = "arguments exchanged", "neighbour"
-CUT, WORD_OUT, WORD_CHANGED = "cut off", "word left out", "word changed"
-SWAPPED, MORE = "words swapped", "said more"
-LEFT_OVER, EXACT_NAME, REMOVED_AGAIN = "left over", "exact name", "made and removed again"
+LEFT_OUT = "left out"
+DOUBLED = "doubled"
+REORDERED = "reordered"
+FIRST = "beside"
+REMOVED = "argument removed"
+CHANGED = "argument changed"
+ADDED = "argument added"
+EXCHANGED = "arguments exchanged"
+NEIGHBOUR = "neighbour"
+CUT = "cut off"
+WORD_OUT = "word left out"
+WORD_CHANGED = "word changed"
+SWAPPED = "words swapped"
+MORE = "said more"
+LEFT_OVER = "left over"
+EXACT_NAME = "exact name"
+REMOVED_AGAIN = "made and removed again"
 OWN_NAMES = ("own", "tmp", "test-1")
 """Names that no task uses."""
 _MOST_NEIGHBOURS = 4
@@ -47,7 +58,8 @@ class Change(NamedTuple, Generic[T]):
 
 def reordered(actions: Sequence[T]) -> Iterator[Change[tuple[T, ...]]]:
     """Yield the actions with one or all but one left out, one or all done twice, two swapped, all reversed."""
-    all_of, count = tuple(actions), len(actions)
+    all_of = tuple(actions)
+    count = len(actions)
     for at in range(count):
         yield Change(LEFT_OUT, f"action {at + 1} left out", all_of[:at] + all_of[at + 1 :])
         yield Change(DOUBLED, f"action {at + 1} done twice", all_of[: at + 1] + all_of[at:])
@@ -70,7 +82,9 @@ def with_variants(
     of a replacement is that of the variant, ``before`` and ``after`` are kinds of their own."""
     all_of = tuple(actions)
     for at, action in enumerate(all_of):
-        head, tail, number = all_of[:at], all_of[at + 1 :], at + 1
+        head = all_of[:at]
+        tail = all_of[at + 1 :]
+        number = at + 1
         for kind, what, variant in variants(action):
             yield Change(kind, f"action {number}: {what}", (*head, variant, *tail))
             yield Change(f"{kind}, before", f"before action {number} the same, {what}", (*head, variant, action, *tail))
@@ -292,7 +306,8 @@ def _swapped(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[Change[str
     for kind in ("'", "0123456789"):
         pairs += [*pairwise(span for span in spans if text[span[0]] in kind)]
     for (start, end), (other_start, other_end) in [*dict.fromkeys(pairs)][: _MOST_SWAPS + len(spans)]:
-        one, other = text[start:end], text[other_start:other_end]
+        one = text[start:end]
+        other = text[other_start:other_end]
         if one != other:
             swapped = text[:start] + other + text[end:other_start] + one + text[other_end:]
             yield Change(SWAPPED, f"{shown(one)} and {shown(other)} swapped", swapped)

@@ -94,16 +94,27 @@ class Findings:
         return sum(found.is_fault and (not checks or found.check in checks) for found in self._found.values())
 
 
-NOW, VERDICT, FINDING, ABOUT = "now", "verdict", "finding", "about"
+NOW = "now"
+VERDICT = "verdict"
+FINDING = "finding"
+ABOUT = "about"
 """Kinds of events. ``now``: a call begins (check, call, task, seconds that it may take); ``verdict``: a check is over
 (name, outcome, remark); ``finding``: its fields; ``about``: a map of what is known of the environment and its
 process."""
-FOLDER, FINGERPRINTS, EXIT, ENDED, PASSPORT = "folder", "fingerprints", "exit", "ended", "passport"
+FOLDER = "folder"
+FINGERPRINTS = "fingerprints"
+EXIT = "exit"
+ENDED = "ended"
+PASSPORT = "passport"
 """What only the parent needs to know, among what an ``about`` says: the folder that holds the environment's code, what
 was played, how the environment ended its process (status, place), that all is done, and where its passport lies."""
-ORDER, DUMP = "order.json", "dump"
+ORDER = "order.json"
+DUMP = "dump"
 """Files of a check: what the child is to do, and where it writes the stacks of its threads."""
-OK, FAULT, SKIPPED, READ = "ok", "fault", "not run", "read"
+OK = "ok"
+FAULT = "fault"
+SKIPPED = "not run"
+READ = "read"
 
 
 @dataclass(frozen=True)

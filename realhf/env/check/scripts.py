@@ -97,7 +97,8 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str
 
 def trying(tools: Sequence[Mapping[str, Any]], seed: int, turns: int) -> list[str]:
     """Return the turns of a policy that tries things: calls with drawn arguments where there are tools, else words."""
-    rng, known = random.Random(seed), functions(tools)
+    rng = random.Random(seed)
+    known = functions(tools)
     texts = []
     for _ in range(turns):
         if known:

@@ -37,8 +37,12 @@ class Supervisor:
     child shows."""
 
     def __init__(self, order: Order, code: UserCode, hear: Callable[[list[Any]], None]) -> None:
-        self._order, self._code, self._hear = order, code, hear
-        self._check, self._call, self._task = "", "its start", ""
+        self._order = order
+        self._code = code
+        self._hear = hear
+        self._check = ""
+        self._call = "its start"
+        self._task = ""
         self._exit: tuple[int, str] | None = None
         self._ended = False
         self._silent_at = 0.0
@@ -71,7 +75,8 @@ class Supervisor:
     def _watch(self, process: subprocess.Popen[bytes], reading: int, dump: Path, limit: float) -> None:
         self._silent_at = process_clock.now() + _START_S
         assert process.stdout is not None
-        exited, printed = os.pidfd_open(process.pid), process.stdout.fileno()
+        exited = os.pidfd_open(process.pid)
+        printed = process.stdout.fileno()
         try:
             with selectors.DefaultSelector() as selector:
                 takers = {reading: self._take_lines, printed: self._take_output}
@@ -137,7 +142,8 @@ class Supervisor:
         where = self._exit[1] if self._exit else self._code.of_dump(_text_of(dump))
         how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         if self._ended:
-            what, mend = f"the process ended with {how} after all was closed", "Stop in close what still runs"
+            what = f"the process ended with {how} after all was closed"
+            mend = "Stop in close what still runs"
         else:
             cause = f"os._exit({self._exit[0]})" if self._exit else how
             what = f"the process of the environment died by {cause} in {self._call}"

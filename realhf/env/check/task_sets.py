@@ -15,7 +15,8 @@ from realhf.env.loader.validation import json_problem
 
 _MOST_TEMPLATES = 2000
 _SEEDS = (0, 1, 2, 12_345, 2**31 - 1)
-_MANY, _FEW_SEEDS = 200, 2
+_MANY = 200
+_FEW_SEEDS = 2
 """From this number of templates on, fewer seeds are tried of each."""
 _MOST_TWINS = 4
 
@@ -47,7 +48,8 @@ class TaskSetJudge:
                 what = str(error) if isinstance(error, ValueError) else described(error)
                 what = f"the split {split!r} cannot be made: {quoted(what)}"
                 mend = "tasks(split) and instantiate(template, seed) return for every split, template and seed"
-                place, kind = self._code.of_exception(error), type(error).__name__
+                place = self._code.of_exception(error)
+                kind = type(error).__name__
                 self._add(Finding("tasks", what, mend, place, kind=kind))
                 continue
             seen[split] = {instance_key(task): task for _, task in found}
@@ -87,7 +89,8 @@ class TaskSetJudge:
         self._add(Finding("tasks", what, mend, task=task))
 
     def _judge_groups(self, split: str, tasks: TaskSet) -> None:
-        group_of, groups = dict(tasks.group_of), [*tasks.groups]
+        group_of = dict(tasks.group_of)
+        groups = [*tasks.groups]
         mend = "group_of maps every template to one of groups, and groups are listed once each, the easiest first"
         if not group_of:
             self._fault(f"the split {split!r} has no task", "Give it at least one; a fifth of all is usual")
@@ -109,7 +112,8 @@ class TaskSetJudge:
         seeds = _SEEDS if len(templates) < _MANY else _SEEDS[:_FEW_SEEDS]
         owner: dict[str, tuple[str, Task]] = {}
         for template, seed in ((template, seed) for template in templates for seed in seeds):
-            task, again = tasks.instantiate(template, seed), tasks.instantiate(template, seed)
+            task = tasks.instantiate(template, seed)
+            again = tasks.instantiate(template, seed)
             if wrong := _task_problem(task):
                 what = f"instantiate({template!r}, {seed}) returns a task whose {wrong}"
                 self._fault(what, "See Task in realhf/api/environment.py")

@@ -70,7 +70,8 @@ def run_probe(guard: ProcessGuard, request: Mapping[str, Any], fds: list[int]) -
     targets = ProbeTargets(**{**request, "layers": tuple(request["layers"])})
     os.makedirs(targets.folder, exist_ok=True)
     found = [_network(targets)] if NETWORK in targets.layers else []
-    calls, unlinked = _Calls(), os.memfd_create("probe")
+    calls = _Calls()
+    unlinked = os.memfd_create("probe")
     with socket.socket() as unconnected:
         replace(guard, may_lack=frozenset(LAYERS)).apply(targets.folder)
         found += [*_hooks(), *_filtered(calls, unconnected, targets.port), *_limited(guard, unlinked)]
@@ -85,14 +86,14 @@ class _Calls:
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None)
-        self.fork, self.socket, self.connect, self.execve, self.open = (
-            libc.fork,
-            libc.socket,
-            libc.connect,
-            libc.execve,
-            libc.open,
-        )
-        self.sigqueue, self.prlimit, self.syscall = libc.sigqueue, libc.prlimit, libc.syscall
+        self.fork = libc.fork
+        self.socket = libc.socket
+        self.connect = libc.connect
+        self.execve = libc.execve
+        self.open = libc.open
+        self.sigqueue = libc.sigqueue
+        self.prlimit = libc.prlimit
+        self.syscall = libc.syscall
         self._errno = libc["__errno_location"]
         self._errno.restype = ctypes.POINTER(ctypes.c_int)
 
@@ -126,7 +127,8 @@ def _filtered(calls: _Calls, unconnected: socket.socket, port: int) -> Iterator[
     # The program does not exist: without a filter it is looked for and not found, and the child goes on.
     yield calls.refused(FILTER, "start a program", calls.execve, b"/nonexistent/program", None, None, by=denied)
     # Nothing is sent or limited, where it is possible: the signal is 0, and there is no new limit.
-    other, known = os.getppid(), seccomp.machine()
+    other = os.getppid()
+    known = seccomp.machine()
     yield calls.refused(FILTER, "queue a signal of another process", calls.sigqueue, other, 0, None, by=denied)
     yield calls.refused(FILTER, "limit another process", calls.prlimit, other, 0, None, None, by=denied)
     if known is not None:  # Not every C library has a function of this name.
@@ -135,8 +137,11 @@ def _filtered(calls: _Calls, unconnected: socket.socket, port: int) -> Iterator[
 
 
 def _walled(calls: _Calls, targets: ProbeTargets) -> Iterator[Attempt]:
-    file, made, absent = targets.file.encode(), targets.made.encode(), (errno.ENOENT,)
-    new, refused = os.O_CREAT | os.O_EXCL | os.O_WRONLY, (errno.EROFS, errno.ENOENT)
+    file = targets.file.encode()
+    made = targets.made.encode()
+    absent = (errno.ENOENT,)
+    new = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    refused = (errno.EROFS, errno.ENOENT)
     yield calls.refused(BUBBLEWRAP, "read a file of the host", calls.open, file, os.O_RDONLY, by=absent)
     yield calls.refused(BUBBLEWRAP, "write on the host", calls.open, made, new, 0o600, by=refused)
 
@@ -261,7 +266,8 @@ class Containment:
         return self.observed.get(layer, "not tried")
 
 
-SIMULATORS, WORKERS = "simulators", "CLI workers"
+SIMULATORS = "simulators"
+WORKERS = "CLI workers"
 _FOLDERS = {SIMULATORS: "simulators", WORKERS: "files"}
 _PROBE_S = 30.0
 

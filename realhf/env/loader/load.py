@@ -98,7 +98,8 @@ def passport_file(reference: str) -> Path:
     if reference in environments:
         found = imported(reference, lambda: environments.get(reference))
         owner = found.options if isinstance(found, EnvironmentDefinition) else found
-        module, name = sys.modules[owner.__module__], reference
+        module = sys.modules[owner.__module__]
+        name = reference
     else:
         module, name = load_reference(reference)
         name = name or _only_name(module, reference)

@@ -54,7 +54,8 @@ class MessageClassEnvironment:
     """
 
     def __init__(self, kind: type[Any], make: Callable[[], Any]) -> None:
-        self._kind, self._make = kind, make
+        self._kind = kind
+        self._make = make
         self._instance: Any = None
         self._seed = 0
         self._tools: Any = ()
@@ -80,7 +81,8 @@ class MessageClassEnvironment:
 
     async def close(self) -> None:
         """Close the instance if there is one and it can be closed."""
-        instance, self._instance = self._instance, None
+        instance = self._instance
+        self._instance = None
         if close := getattr(instance, "close", None):
             with self._guarded("close"):
                 done = close()

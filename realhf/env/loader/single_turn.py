@@ -67,7 +67,8 @@ def dataset(function: Callable[..., Any]) -> EnvironmentDefinition:
         elif not options.data:
             raise ValueError(f"{function.__name__} judges answers, so it needs questions: set env.data")
         else:
-            rows, beside = row_options(options), Path(file_of(function)).parent
+            rows = row_options(options)
+            beside = Path(file_of(function)).parent
             key = lambda row: row[options.prompt_column]
             tasks = tasks_of_data(rows, beside, seeded=False, check=check, key=key)
         return EnvironmentSpec(
@@ -106,7 +107,9 @@ class VerifierEnvironment:
     """Asks the question of a row and judges the answer, which ends the episode."""
 
     def __init__(self, verifier: Verifier, prompt_column: str, threads: Threads) -> None:
-        self._verifier, self._prompt_column, self._threads = verifier, prompt_column, threads
+        self._verifier = verifier
+        self._prompt_column = prompt_column
+        self._threads = threads
         self._row: Mapping[str, Any] = {}
         self._seed = 0
 

@@ -28,7 +28,8 @@ class _Job:
     __slots__ = ("after", "finished", "future", "given_up", "loop", "started", "work")
 
     def __init__(self, work: Callable[[], Any], after: Callable[[], Any] | None) -> None:
-        self.work, self.after = work, after
+        self.work = work
+        self.after = after
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
         self.started = self.finished = self.given_up = False
@@ -39,7 +40,9 @@ class Threads:
     without a job ends after ``idle_s`` seconds; None: it stays until ``stop``."""
 
     def __init__(self, name: str, size: int = MOST_THREADS, idle_s: float | None = IDLE_S) -> None:
-        self._name, self._size, self._idle_s = name, size, idle_s
+        self._name = name
+        self._size = size
+        self._idle_s = idle_s
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads = self._idle = self._waiting = self._stuck = 0

@@ -80,9 +80,12 @@ class ToolPlay:
     may still be using the instance: it must not be used again, and closes when the thread is done."""
 
     def __init__(self, about: ToolClass, make: Callable[[], Any], threads: Threads) -> None:
-        self._class, self._make, self._threads = about, make, threads
+        self._class = about
+        self._make = make
+        self._threads = threads
         self._instance: Any = None
-        self._seed, self._method = 0, "reset"
+        self._seed = 0
+        self._method = "reset"
         self._calls = self._failures = 0
         self._mistakes: list[str] = []
         self.lost = False

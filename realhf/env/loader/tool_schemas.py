@@ -52,7 +52,8 @@ def json_schema(function: Callable[..., Any], signature: Signature | None = None
     text = inspect.getdoc(function)
     if not text:
         raise ValueError("it has no docstring, which tells the policy what the tool does")
-    about, taken = parse_docstring(text.strip()), signature or signature_of(function)
+    about = parse_docstring(text.strip())
+    taken = signature or signature_of(function)
     properties = {}
     for name, hint in taken.hints.items():
         if name not in about.arguments:
@@ -104,11 +105,13 @@ def parse_docstring(text: str) -> Docstring:
 def _arguments(lines: typing.Iterable[str]) -> dict[str, str]:
     """The descriptions of arguments; a line that is indented deeper than its argument goes on with it."""
     found: dict[str, str] = {}
-    name, indent = "", 0
+    name = ""
+    indent = 0
     for line in lines:
         match = _ARGUMENT.match(line)
         if match and (not name or len(match[1]) <= indent):
-            name, indent = match[2], len(match[1])
+            name = match[2]
+            indent = len(match[1])
             found[name] = match[3].strip()
         elif name and line.strip():
             found[name] = f"{found[name]} {line.strip()}".strip()
@@ -149,7 +152,8 @@ def _with_description(schema: dict[str, Any], description: str, name: str) -> di
 
 def _schema(hint: Any, what: str) -> dict[str, Any]:
     """The schema of a type. Raises ValueError that begins with ``what`` for a type that JSON cannot say."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is None or hint is Any:
         return {} if hint is Any else {"type": "null"}
     if hint in _NAMES:

@@ -32,7 +32,8 @@ _WORDS: Mapping[Any, str] = types.MappingProxyType(
 def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
     """Return ``value`` as the type that ``hint`` names. Raises ValueError that begins with ``name``. With ``strict``
     nothing is converted that has another JSON type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is Any or hint is object:
         return value
     if origin in (typing.Annotated, typing.Required, typing.NotRequired):
@@ -64,7 +65,8 @@ def coerced(value: Any, hint: Any, name: str, *, strict: bool = False) -> Any:
 
 def described(hint: Any) -> str:
     """What a value for ``hint`` is, in words."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is None or hint in _WORDS:
         return _WORDS[type(None) if hint is None else hint]
     if origin in (typing.Annotated, typing.Required, typing.NotRequired):

@@ -163,7 +163,8 @@ class Session:
         self._idle = True
         try:
             if self._receiving is not None:
-                pending, self._receiving = self._receiving, None
+                pending = self._receiving
+                self._receiving = None
                 return await asyncio.wait_for(pending, timeout_s)
             async with asyncio.timeout(timeout_s):
                 return await receive()

@@ -132,7 +132,8 @@ def write_inspect(store: RolloutStore, out: Path) -> ExportCounts:
 
 
 def _write_log(store: RolloutStore, path: Path, name: str, rows: list[Row], counted: ExportCounts) -> None:
-    began, ended = (min(row.play.time for row in rows), max(row.play.time for row in rows))
+    began = min(row.play.time for row in rows)
+    ended = max(row.play.time for row in rows)
     header = _header(store, name, rows, _format_time(began), _format_time(ended))
     summaries: list[dict[str, Any]] = []
     with whole_file(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:

@@ -18,7 +18,8 @@ import msgspec
 FORMAT = 1
 """Version of the format. A reader refuses files of other versions."""
 FOLDER = "rollouts"
-PLAY, TRAIN = "play", "train"
+PLAY = "play"
+TRAIN = "train"
 FAMILIES = (PLAY, TRAIN)
 INDEX_SUFFIX = ".index.jsonl"
 SHARD_SUFFIX = ".jsonl.gz"

@@ -155,7 +155,8 @@ class LineTable:
 
     def add(self, header: Header, lines: Sequence[Line]) -> None:
         """Add lines of one index."""
-        known, newest = self.lines, self.newest
+        known = self.lines
+        newest = self.newest
         for line in lines[:1]:
             self._headers[line.writer] = header
         for line in lines:
@@ -308,7 +309,8 @@ class RolloutStore:
 
     def _member_lines(self, path: Path, line: Line) -> list[bytes]:
         """Unpack a member. The last one is cached, since neighbours are often read one after the other."""
-        key, known = (line.writer, line.shard, line.offset, line.bytes), self._open
+        key = (line.writer, line.shard, line.offset, line.bytes)
+        known = self._open
         if known is None or known[0] != key:
             known = self._open = key, _read_member(path, line).split(b"\n")
         return known[1]

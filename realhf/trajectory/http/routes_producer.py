@@ -23,7 +23,8 @@ from realhf.web.refusal import Refusal
 
 def router(service: Service) -> APIRouter:
     """Return the producer's endpoints of one service."""
-    routes, engine = APIRouter(tags=["environments"]), service.engine
+    routes = APIRouter(tags=["environments"])
+    engine = service.engine
 
     @routes.post("/register-env")
     async def register_env(env: RegisterEnv, request: Request) -> Response:

@@ -45,7 +45,8 @@ _NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /
 
 def router(service: Service) -> APIRouter:
     """Return the trainer's endpoints of one service."""
-    routes, engine = APIRouter(tags=["trainers"]), service.engine
+    routes = APIRouter(tags=["trainers"])
+    engine = service.engine
 
     @routes.post("/register")
     async def register(registration: Registration, request: Request) -> Response:
@@ -107,7 +108,8 @@ def _name(request: Request) -> str | None:
 
 def _identity(request: Request) -> str:
     """Return the name of the client, which owns its leases."""
-    cookie, peer = cookie_name(request), request.client.host if request.client else "unknown"
+    cookie = cookie_name(request)
+    peer = request.client.host if request.client else "unknown"
     return _name(request) or (f"cookie {cookie}" if cookie else f"peer {peer}")
 
 
@@ -157,7 +159,8 @@ async def _respond(service: Service, request: Request, batch: LeasedBatch) -> Ba
 
 def _accepted(request: Request) -> tuple[bool, str]:
     """Return whether the client accepts MessagePack, and the content coding that it accepts."""
-    codings, msgpack = request.headers.get("accept-encoding", "").lower(), accepts_msgpack(request)
+    codings = request.headers.get("accept-encoding", "").lower()
+    msgpack = accepts_msgpack(request)
     if msgpack and "zstd" in codings:
         return True, "zstd"
     return msgpack, "gzip" if "gzip" in codings else ""
@@ -214,6 +217,7 @@ def _coalesced(pieces: Sequence[bytes | memoryview]) -> Iterator[bytes | memoryv
         size += len(piece)
         if size >= _LEAST_BYTES:
             yield waiting[0] if len(waiting) == 1 else b"".join(waiting)
-            waiting, size = [], 0
+            waiting = []
+            size = 0
     if waiting:
         yield b"".join(waiting)

@@ -26,7 +26,8 @@ _NO_EXAMPLE = (
 
 def router(service: Service) -> APIRouter:
     """Return the endpoints that any token may read, and those of the administrator."""
-    routes, engine = APIRouter(tags=["server"]), service.engine
+    routes = APIRouter(tags=["server"])
+    engine = service.engine
 
     @routes.get("/")
     async def root() -> dict[str, str]:

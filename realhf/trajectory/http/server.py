@@ -40,7 +40,8 @@ from realhf.web.connections import use_all_descriptors
 from realhf.web.guard import RequestGuard, refusal_response
 from realhf.web.refusal import Refusal
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 """``M_TRIM_THRESHOLD`` and ``M_MMAP_THRESHOLD`` of glibc's ``malloc.h``."""
 KEPT_BYTES = 64 << 20
 """Bytes of free memory at the end of the heap that the process keeps."""

@@ -256,7 +256,8 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics of the current state."""
-        state, counters = self._engine.state, self._engine.state.counters
+        state = self._engine.state
+        counters = self._engine.state.counters
         buffered = {env_id: len(held) for env_id, held in state.buffers.items()}
         yield self._by_env("queue_groups", "groups queued", state.queue.env_groups())
         yield self._by_env("queue_sequences", "sequences queued", state.queue.env_sequences())
@@ -284,7 +285,8 @@ class Metrics(Collector):
 
     def _by_env(self, name: str, about: str, values: Mapping[int | None, int]) -> Metric:
         """Sum values by the name of the environment; "none" stands for groups of an unknown one."""
-        envs, by_name = self._engine.state.envs, Tally[str]()
+        envs = self._engine.state.envs
+        by_name = Tally[str]()
         for env_id, value in values.items():
             by_name[envs[env_id].name if env_id in envs else "none"] += value
         return _labelled(GaugeMetricFamily, name, about, "env", by_name)

@@ -76,7 +76,8 @@ def _text(tokenizer: str, tokens: list[int]) -> str | None:
 
 
 def _overview(state: TrajectoryState, now: float) -> dict[str, Any]:
-    run, counters = state.run, state.counters
+    run = state.run
+    counters = state.counters
     return {
         "time": now,
         **views.status(state, now),

@@ -79,9 +79,11 @@ def test_valid_score_that_is_no_number_is_an_error():
 
 
 def test_normalise_whitens_the_masked_part():
-    values, mask = torch.tensor([1.0, 2.0, float("nan"), 6.0]), torch.tensor([True, True, False, True])
+    values = torch.tensor([1.0, 2.0, float("nan"), 6.0])
+    mask = torch.tensor([True, True, False, True])
     got = normalise(values, mask)
-    mean, std = 3.0, statistics.pstdev([1.0, 2.0, 6.0])
+    mean = 3.0
+    std = statistics.pstdev([1.0, 2.0, 6.0])
     expected = [(1 - mean) / (std + 1e-5), (2 - mean) / (std + 1e-5), 0.0, (6 - mean) / (std + 1e-5)]
     torch.testing.assert_close(got, torch.tensor(expected))
 
@@ -94,7 +96,8 @@ def test_return_to_go_skips_what_is_masked(discount):
         sequence = [i for i, length in enumerate(lengths) for _ in range(length)]
         mask = [rng.random() < 0.6 for _ in sequence]
         rewards = [rng.uniform(-1, 1) if inside else math.nan for inside in mask]
-        expected, last = [0.0] * len(mask), [0.0] * len(mask)
+        expected = [0.0] * len(mask)
+        last = [0.0] * len(mask)
         for i in range(5):
             to_go = 0.0
             positions = [t for t in range(len(mask)) if sequence[t] == i and mask[t]]
@@ -102,14 +105,16 @@ def test_return_to_go_skips_what_is_masked(discount):
                 to_go = expected[t] = rewards[t] + discount * to_go
             if positions:
                 last[positions[-1]] = 10.0 + i
-        inside, of = torch.tensor(mask, dtype=torch.bool), torch.tensor(sequence, dtype=torch.int64)
+        inside = torch.tensor(mask, dtype=torch.bool)
+        of = torch.tensor(sequence, dtype=torch.int64)
         got = return_to_go(torch.tensor(rewards), inside, of, 5, discount)
         torch.testing.assert_close(got, torch.tensor(expected))
         assert at_last_token(torch.arange(10.0, 15.0), inside, of).tolist() == last
 
 
 def test_reinforce_pp_scores():
-    scores, valid = torch.tensor([1.0, math.nan, 0.5, 0.25]), torch.tensor([True, False, True, True])
+    scores = torch.tensor([1.0, math.nan, 0.5, 0.25])
+    valid = torch.tensor([True, False, True, True])
     group = torch.tensor([0, 0, 1, 1])
     assert reinforce_pp(scores, valid, group).tolist() == [1.0, 0.0, 0.5, 0.25]
     assert grpo_nostd(scores, valid, group).tolist() == [0.0, 0.0, 0.125, -0.125]
@@ -144,7 +149,8 @@ def test_two_episodes_by_hand():
     returns = tabled([[0.5, -1.0, 2.0], [0.25]], 1.0)
     assert returns.tolist() == [[1.5, 1.0, 2.0], [0.25, 0.25, 0.25]]
     assert tabled([[0.5, -1.0, 2.0], [0.25]], 0.5).tolist() == [[0.5, 0.0, 2.0], [0.25, 0.25, 0.25]]
-    both, group = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    both = torch.ones(2, dtype=torch.bool)
+    group = torch.zeros(2, dtype=torch.int64)
     found = turn_advantages(returns.float(), both, group, grpo_nostd)
     assert found.tolist() == [[0.625, 0.375, 0.875], [-0.625, -0.375, -0.875]]
 
@@ -153,7 +159,8 @@ def test_two_episodes_by_hand():
 @given(EPISODES, st.sampled_from([1.0, 0.5]), st.data())
 def test_equals_a_loop(episodes, discount, data):
     valid = data.draw(st.lists(st.booleans(), min_size=len(episodes), max_size=len(episodes)))
-    returns, group = tabled(episodes, discount), torch.zeros(len(episodes), dtype=torch.int64)
+    returns = tabled(episodes, discount)
+    group = torch.zeros(len(episodes), dtype=torch.int64)
     found = turn_advantages(returns.float(), torch.tensor(valid), group, grpo)
     for i, rewards in enumerate(episodes):
         for k in range(len(rewards)):
@@ -195,7 +202,8 @@ def test_tokens_get_the_advantage_of_their_turn():
     table = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     turn = torch.tensor([0, -1, 1, -1, 0], dtype=torch.int32)
     mask = torch.tensor([True, False, True, False, True])
-    sequence, counts = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([2, 1])
+    sequence = torch.tensor([0, 0, 0, 1, 1])
+    counts = torch.tensor([2, 1])
     assert spread_over_tokens(table, turn, sequence, mask, counts).tolist() == [1.0, 0.0, 2.0, 0.0, 3.0]
     for wrong in (-1, 1):
         turn[-1] = wrong
@@ -248,7 +256,8 @@ def test_a_train_step_tells_the_turns_of_an_episode_apart(rollout_batch):
         rollout_batch(GROUPS, [0.0] * len(REWARDS)), [float(n) for n in range(len(REWARDS))], at_end=False
     )
     prepared, _ = PolicyGradientInterface({"credit": "turn"}).prepare(sample)
-    tokens, turn = PredictedTokens.of(sample), predicted(sample, "turn_ids")
+    tokens = PredictedTokens.of(sample)
+    turn = predicted(sample, "turn_ids")
     found = prepared["advantages"]
     assert not bool(found[tokens.mask & (turn == 0)].any()), "the return from the first turn on is 0 for all"
     assert bool(found[tokens.mask & (turn == 1)].any()) and "turn_ids" not in prepared.keys
@@ -337,7 +346,11 @@ def turns_of(seed):
     for _ in range(choice.randrange(1, 4)):
         tokens = [[choice.uniform(-1, 1) for _ in range(choice.randrange(3))] for _ in range(choice.randrange(1, 5))]
         rows.append((tokens, [choice.uniform(-1, 1) for _ in tokens], [choice.uniform(-1, 1) for _ in tokens]))
-    mask, turn, sequence, rewards, values = [], [], [], [], []
+    mask = []
+    turn = []
+    sequence = []
+    rewards = []
+    values = []
     for i, (tokens, _, value) in enumerate(rows):
         for k, of_turn in enumerate(tokens):
             for n, reward in enumerate([None, *of_turn]):  # Each turn begins with a token of the environment.
@@ -373,7 +386,9 @@ def test_a_turn_is_one_decision(seed, discount, lam):
             sum(discount ** (j - k) * (earned[j] + sum(tokens[j])) for j in range(k, end))
             for k, end in zip(played, ends, strict=True)
         ]
-        advantage, after, later = 0.0, 0.0, {}
+        advantage = 0.0
+        after = 0.0
+        later = {}
         for n in range(len(played) - 1, -1, -1):
             gap = discount ** (ends[n] - played[n])
             advantage = gained[n] + gap * after - value[played[n]] + gap * lam * advantage
@@ -389,16 +404,20 @@ def test_a_turn_is_one_decision(seed, discount, lam):
 
 
 def test_a_turn_of_one_token_each_is_the_advantage_by_token():
-    mask, sequence = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 0, 1])
-    rewards, values = torch.tensor([0.0, 0.5, 1.0, -1.0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
+    mask = torch.ones(4, dtype=torch.bool)
+    sequence = torch.tensor([0, 0, 0, 1])
+    rewards = torch.tensor([0.0, 0.5, 1.0, -1.0])
+    values = torch.tensor([0.1, 0.2, 0.3, 0.4])
     by_token = token_value_estimate(rewards, values, mask, sequence, 2, 0.9, 0.8)
-    turn, counts = torch.tensor([0, 1, 2, 0]), torch.tensor([3, 1])
+    turn = torch.tensor([0, 1, 2, 0])
+    counts = torch.tensor([3, 1])
     by_turn = turn_value_estimate(torch.zeros(4), rewards, counts, values, turn, mask, sequence, 0.9, 0.8)
     assert all(torch.equal(a, b) for a, b in zip(by_token, by_turn, strict=True))
 
 
 def test_nothing_sampled_has_no_advantage_and_no_return():
-    mask, nothing = torch.zeros(3, dtype=torch.bool), torch.full((3,), float("nan"))
+    mask = torch.zeros(3, dtype=torch.bool)
+    nothing = torch.full((3,), float("nan"))
     sequence = torch.tensor([0, 0, 2])
     for found in (
         token_value_estimate(nothing, nothing, mask, sequence, 3, 1.0, 0.9),
@@ -411,7 +430,8 @@ def test_nothing_sampled_has_no_advantage_and_no_return():
 
 
 def test_a_token_outside_of_its_turns_is_refused():
-    mask, sequence = torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    mask = torch.ones(2, dtype=torch.bool)
+    sequence = torch.zeros(2, dtype=torch.int64)
     for wrong in (-1, 1):
         turn = torch.tensor([0, wrong])
         with pytest.raises(ValueError, match="turn_ids"):
@@ -422,6 +442,7 @@ def test_a_token_outside_of_its_turns_is_refused():
 
 def test_the_first_token_of_a_turn_is_that_of_its_own_sequence():
     """Two sequences whose turns have the same number stand beside each other."""
-    turn, sequence = torch.tensor([0, 0, -1, 1, 1, 1]), torch.tensor([0, 0, 0, 0, 1, 1])
+    turn = torch.tensor([0, 0, -1, 1, 1, 1])
+    sequence = torch.tensor([0, 0, 0, 0, 1, 1])
     mask = turn >= 0
     assert first_of_turn(turn, mask, sequence).tolist() == [True, False, False, True, True, False]

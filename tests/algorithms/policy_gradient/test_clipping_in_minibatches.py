@@ -22,7 +22,8 @@ from realhf.api.sample import MicroBatchSpec, SequenceSample
 from tests.algorithms.tiny_policy import GROUPS, OUTCOME, REWARDS, context, tiny_actor
 
 SPEC = MicroBatchSpec()
-MINIBATCHES, PASSES = 3, 2
+MINIBATCHES = 3
+PASSES = 2
 Rows = list[list[int]]
 
 
@@ -85,7 +86,8 @@ def sequence_ratio(row, current, old):
 
 def surrogate(ratio, advantage, low, high, dual=math.inf):
     """The loss of a token, and whether the clip decides it."""
-    plain, cut = -advantage * ratio, -advantage * min(max(ratio, low), high)
+    plain = -advantage * ratio
+    cut = -advantage * min(max(ratio, low), high)
     loss = max(plain, cut)
     if advantage < 0:
         loss = min(loss, -dual * advantage)
@@ -97,7 +99,9 @@ def check(stats, witness, ratio_of, old_of, low, high, *, dual=math.inf, weight_
     clipped = tokens = 0
     later: list[float] = []
     for number, (part, current, result) in enumerate(witness.seen):
-        advantages, old, total = part["advantages"].double().tolist(), old_of(part), 0.0
+        advantages = part["advantages"].double().tolist()
+        old = old_of(part)
+        total = 0.0
         rows = rows_of(part)
         for row in rows:
             ratios = ratio_of(row, current, old)

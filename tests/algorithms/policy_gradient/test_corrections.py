@@ -46,8 +46,10 @@ BY_SEQUENCE = ("seq_tis", "seq_mis")
 
 def minibatch(seed: int, junk: float = 0.0) -> SequenceSample:
     """Rows of all kinds, one with a ratio of about 1; ``junk`` stands outside the mask."""
-    sample, g = ragged(seed), torch.Generator().manual_seed(seed)
-    tokens, old = PredictedTokens.of(sample), sample["packed_logprobs"]
+    sample = ragged(seed)
+    g = torch.Generator().manual_seed(seed)
+    tokens = PredictedTokens.of(sample)
+    old = sample["packed_logprobs"]
     apart = torch.randn(len(old), generator=g)
     apart = torch.where(tokens.sequence % 2 == 0, apart, 1e-4 * apart)
     shifted = {
@@ -65,7 +67,9 @@ def minibatch(seed: int, junk: float = 0.0) -> SequenceSample:
 
 def train(options: Any, part: SequenceSample, current: torch.Tensor, n_mbs: int = 1) -> tuple[float, Any, Any]:
     """Loss, gradient and figures of an update, as an engine sums its micro-batches."""
-    loss, gradient, stats = 0.0, torch.zeros_like(current), {}
+    loss = 0.0
+    gradient = torch.zeros_like(current)
+    stats = {}
     for piece in parts_of(part, MicroBatchSpec(n_mbs=n_mbs), Ranks()):
         own = current[piece.place].clone().requires_grad_()
         value, found = PolicyObjective(options, 0)(GivenOutputs(own), piece.sample)  # type: ignore[arg-type]
@@ -82,11 +86,16 @@ def test_a_correction_is_that_of_its_paper(name: str) -> None:
     touched = 0.0
     for seed in range(4):
         part = minibatch(seed)
-        tokens, n = PredictedTokens.of(part), len(part["advantages"])
+        tokens = PredictedTokens.of(part)
+        n = len(part["advantages"])
         current = part["proximal_logprobs"] + 0.3 * torch.randn(n, generator=torch.Generator().manual_seed(9 + seed))
         loss, gradient, stats = train(options, part, current)
-        lp, prox, old = current.double().requires_grad_(), part["proximal_logprobs"].double(), part["packed_logprobs"]
-        total, used, kept = torch.zeros((), dtype=torch.float64), [], []
+        lp = current.double().requires_grad_()
+        prox = part["proximal_logprobs"].double()
+        old = part["packed_logprobs"]
+        total = torch.zeros((), dtype=torch.float64)
+        used = []
+        kept = []
         for row in range(tokens.n_sequences):
             places = [t for t in range(n) if tokens.mask[t] and tokens.sequence[t] == row]
             own = [float(prox[t]) - float(old[t].double()) for t in places]
@@ -125,7 +134,8 @@ def test_shares_say_what_was_left_out_and_what_was_cut() -> None:
     apart[second] = 1.0
     part = replace_keys(part, shifted={"proximal_logprobs": part["packed_logprobs"] + apart})
     stats = train(options, part, part["proximal_logprobs"])[2]
-    n, n_rows = int(tokens.mask.sum()), int(tokens.having(tokens.mask).sum())
+    n = int(tokens.mask.sum())
+    n_rows = int(tokens.having(tokens.mask).sum())
     assert stats["truncated_fraction"] == pytest.approx(1 / n)
     assert stats["rejected_fraction"] == pytest.approx(int(second.sum()) / n)
     assert stats["rejected_sequences"] == pytest.approx(1 / n_rows)

@@ -111,7 +111,8 @@ def test_signal_is_judged_where_rewards_are_cut(options: dict[str, Any], rewards
 
 def replace_args(ppo: Any) -> Any:
     """The options without the penalty for length, which is no part of the signal."""
-    ppo.overlong_length, ppo.overlong_buffer = None, 0.0
+    ppo.overlong_length = None
+    ppo.overlong_buffer = 0.0
     return ppo
 
 
@@ -142,7 +143,8 @@ def test_sets_of_k_have_signal_where_their_best_differ(k: int) -> None:
     for n in range(2, 7):
         for rewards in combinations_with_replacement((0.0, 0.5, 1.0), n):
             expected = len({max(subset) for subset in combinations(rewards, k)}) > 1 if n > k else False
-            scores, one = torch.tensor(rewards), torch.zeros(n, dtype=torch.int64)
+            scores = torch.tensor(rewards)
+            one = torch.zeros(n, dtype=torch.int64)
             assert bool(pass_at_k(scores, torch.ones(n, dtype=torch.bool), one, k=k).any()) == expected
             assert judge.of(SampleResult("", rewards=rewards)) == expected, rewards
             seen.add(expected)
@@ -195,7 +197,9 @@ def test_beside_a_reward_model_equal_rewards_of_the_environment_teach_too() -> N
 def test_the_penalty_ends_where_an_episode_can_get_to() -> None:
     """The limit of a sequence ends an episode as well: with a larger default nobody was ever punished."""
     config = config_class("countdown")(experiment="grpo", ppo=PolicyGradientOptions(algo="dapo"))
-    config.gen.max_new_tokens, config.rollout.max_turns, config.rollout.max_total_tokens = 400, 10, 1000
+    config.gen.max_new_tokens = 400
+    config.rollout.max_turns = 10
+    config.rollout.max_total_tokens = 1000
     assert policy_options(config).overlong_length == 1000
     config.rollout.keep_reasoning = False
     assert policy_options(config).overlong_length == 4000, "each of several sequences may be as long"

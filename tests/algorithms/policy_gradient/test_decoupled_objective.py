@@ -50,7 +50,8 @@ def minibatch(rollout_batch: Any, options: Any, seed: int) -> tuple[torch.Tensor
     """Current log-probabilities and the sample as the interface hands it to the engine."""
     sample = rollout_batch(GROUPS, [0.0] * 5, seed=seed)
     g = torch.Generator().manual_seed(100 + seed)
-    tokens, old = PredictedTokens.of(sample), sample["packed_logprobs"]
+    tokens = PredictedTokens.of(sample)
+    old = sample["packed_logprobs"]
     per_sequence = torch.randn(tokens.n_sequences, generator=g)
     shifted = {
         "proximal_logprobs": old + 0.5 * torch.randn(len(old), generator=g),
@@ -65,14 +66,18 @@ def minibatch(rollout_batch: Any, options: Any, seed: int) -> tuple[torch.Tensor
 def loop(current: list[float], part: SequenceSample, options: Any) -> tuple[float, dict[str, float]]:
     """Loss and token sums of weight and of rejected tokens, after the formulas of section 10."""
     tokens = PredictedTokens.of(part)
-    mask, seq = tokens.mask.tolist(), tokens.sequence.tolist()
-    old, adv = part["packed_logprobs"].tolist(), part["advantages"].tolist()
-    agg, versions = part["loss_weights"].tolist(), part["packed_versions"].tolist()
+    mask = tokens.mask.tolist()
+    seq = tokens.sequence.tolist()
+    old = part["packed_logprobs"].tolist()
+    adv = part["advantages"].tolist()
+    agg = part["loss_weights"].tolist()
+    versions = part["packed_versions"].tolist()
     prox = part["proximal_logprobs"].tolist()
     if options.prox_logp_method == "loglinear":
         alpha = [(STEP - v) / (STEP + 1 - v) if 0 <= v < STEP else 0.0 for v in versions]
         prox = [o + a * (c - o) for o, a, c in zip(old, alpha, current, strict=True)]
-    total, sums = 0.0, {"weight": 0.0, "bounded": 0.0}
+    total = 0.0
+    sums = {"weight": 0.0, "bounded": 0.0}
     for t, inside in enumerate(mask):
         if not inside:
             continue
@@ -80,7 +85,8 @@ def loop(current: list[float], part: SequenceSample, options: Any) -> tuple[floa
         rho = math.exp(current[t] - prox[t])
         if options.ratio == "sequence":
             rho = math.exp(sum(current[s] - prox[s] for s in own) / len(own))
-        low, high = 1 - options.eps_clip, 1 + options.eps_clip_higher
+        low = 1 - options.eps_clip
+        high = 1 + options.eps_clip_higher
         if options.loss == "ppo":
             value = max(-adv[t] * rho, -adv[t] * min(max(rho, low), high))
             if options.c_clip is not None and adv[t] < 0:
@@ -91,7 +97,9 @@ def loop(current: list[float], part: SequenceSample, options: Any) -> tuple[floa
             w = math.exp(sum(prox[s] - old[s] for s in own) / len(own))
         else:
             w = math.exp(prox[t] - old[t])
-        cap, floor, mode = (options.behav_imp_weight_cap, options.behav_imp_weight_floor, options.behav_imp_weight_mode)
+        cap = options.behav_imp_weight_cap
+        floor = options.behav_imp_weight_floor
+        mode = options.behav_imp_weight_mode
         outside = mode != "none" and not floor <= w <= cap
         if mode == "none":
             w = 1.0
@@ -135,7 +143,9 @@ def test_the_weight_is_constant_in_the_gradient(rollout_batch: Any, given: dict[
     w = prox - part["packed_logprobs"]
     if options.behav_imp_weight_level == "sequence":
         w = torch.stack([w[tokens.mask & (tokens.sequence == s)].mean() for s in tokens.sequence])
-    w, cap, floor = w.exp(), options.behav_imp_weight_cap, options.behav_imp_weight_floor
+    w = w.exp()
+    cap = options.behav_imp_weight_cap
+    floor = options.behav_imp_weight_floor
     w = {
         "mask": torch.where((w <= cap) & (w >= floor), w, 0.0),
         "truncate": w.clamp(floor, cap),
@@ -147,7 +157,8 @@ def test_the_weight_is_constant_in_the_gradient(rollout_batch: Any, given: dict[
 
 @pytest.mark.parametrize("algo", ["grpo", "gspo", "cispo", "dapo"])
 def test_proximal_equal_to_behaviour_is_the_plain_objective(rollout_batch: Any, algo: str) -> None:
-    decoupled, plain = resolve({"algo": algo, "use_decoupled_loss": True}), resolve({"algo": algo})
+    decoupled = resolve({"algo": algo, "use_decoupled_loss": True})
+    plain = resolve({"algo": algo})
     current, part = minibatch(rollout_batch, plain, 1)
     part = replace_keys(part, shifted={"proximal_logprobs": part["packed_logprobs"]})
     found = []
@@ -166,7 +177,8 @@ def test_garbage_in_masked_positions_is_harmless(rollout_batch: Any, given: dict
     outside = ~PredictedTokens.of(part).mask
     found = []
     for spoil in (False, True):
-        lp, own = current.detach().clone(), {k: part[k].clone() for k in ("packed_logprobs", "proximal_logprobs")}
+        lp = current.detach().clone()
+        own = {k: part[k].clone() for k in ("packed_logprobs", "proximal_logprobs")}
         if spoil:
             for tensor in (lp, *own.values()):
                 tensor[outside] = junk
@@ -184,7 +196,8 @@ def test_microbatches_add_up(rollout_batch: Any, given: dict[str, Any]) -> None:
     current, part = minibatch(rollout_batch, options, 4)
     whole, stats = PolicyObjective(options, STEP)(GivenOutputs(current), part)
     part = replace_keys(part, shifted={"advantages": part["advantages"], "current": current.detach()})
-    loss, sums = 0.0, dict.fromkeys(stats, 0.0)
+    loss = 0.0
+    sums = dict.fromkeys(stats, 0.0)
     pieces = [cut.sample for cut in parts_of(part, MicroBatchSpec(n_mbs=2), Ranks())]
     assert len(pieces) == 2
     for piece in pieces:
@@ -196,7 +209,8 @@ def test_microbatches_add_up(rollout_batch: Any, given: dict[str, Any]) -> None:
 
 
 def test_recompute_logprob_replaces_the_behaviour_policy(rollout_batch: Any) -> None:
-    plain, recomputed = resolve({}), resolve({"recompute_logprob": True})
+    plain = resolve({})
+    recomputed = resolve({"recompute_logprob": True})
     current, part = minibatch(rollout_batch, plain, 6)
     got, stats = PolicyObjective(recomputed, STEP)(GivenOutputs(current), part)
     against = replace_keys(part, shifted={"packed_logprobs": part["proximal_logprobs"]})
@@ -217,6 +231,7 @@ def test_huge_weight_is_clamped_counted_and_rejected(rollout_batch: Any) -> None
 
 
 def test_loglinear_proximal() -> None:
-    old, current = torch.full((5,), -2.0), torch.full((5,), -1.0)
+    old = torch.full((5,), -2.0)
+    current = torch.full((5,), -1.0)
     got = loglinear_proximal(current, old, torch.tensor([5, 4, 2, -1, 7], dtype=torch.int32), STEP)
     assert got.tolist() == pytest.approx([-2.0, -1.5, -1.25, -2.0, -2.0])

@@ -37,7 +37,9 @@ def test_an_advantage_is_the_share_of_the_reward_and_that_of_the_teacher(rollout
     sample = taught(rollout_batch(GROUPS, REWARDS, OUTCOME))
     of_rewards = PolicyGradientInterface(options).prepare(sample)[0]["advantages"].tolist()
     made, stats = PolicyGradientInterface({**options, "rl_weight": rl, "distill_weight": distill}).prepare(sample)
-    tokens, found, apart = PredictedTokens.of(sample), made["advantages"].tolist(), []
+    tokens = PredictedTokens.of(sample)
+    found = made["advantages"].tolist()
+    apart = []
     for t, sequence in enumerate(tokens.sequence.tolist()):
         if not tokens.mask[t] or OUTCOME[sequence]:
             assert found[t] == 0
@@ -87,7 +89,8 @@ def test_its_expected_gradient_is_minus_that_of_the_reverse_divergence():
 
 def test_a_student_comes_nearer_to_its_teacher(tmp_path):
     """On its own samples, drawn anew before each step; the divergence is that over the whole vocabulary."""
-    student, generator = tiny_actor(lr=2e-2), torch.Generator().manual_seed(3)
+    student = tiny_actor(lr=2e-2)
+    generator = torch.Generator().manual_seed(3)
     torch.manual_seed(7)
     network = _language_model()
     with torch.no_grad():
@@ -95,7 +98,8 @@ def test_a_student_comes_nearer_to_its_teacher(tmp_path):
             weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
     teacher = Model("teacher", TorchEngine(network, None, optimizer=OptimizerConfig(), total_train_steps=1), None)
     score = LogprobInterface("teacher_logprobs")
-    interface, apart = PolicyGradientInterface({"algo": "opd"}), []
+    interface = PolicyGradientInterface({"algo": "opd"})
+    apart = []
     for _ in range(10):
         sample, divergence = rollouts(student.engine.model, network, generator)
         apart.append(divergence)

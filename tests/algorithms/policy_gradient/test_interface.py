@@ -52,9 +52,11 @@ def test_leaving_out_and_microbatching_change_no_gradient(rollout_batch, tmp_pat
 
 
 def test_loss_equals_an_independent_computation(rollout_batch, tmp_path):
-    sample, model = rollout_batch(GROUPS, REWARDS, OUTCOME), tiny_actor()
+    sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
+    model = tiny_actor()
     current = model.engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())
-    ref, old = sample["packed_ref_logprobs"], sample["packed_logprobs"]
+    ref = sample["packed_ref_logprobs"]
+    old = sample["packed_logprobs"]
     tokens = PredictedTokens.of(sample)
     per_sequence = []
     for i in range(12):
@@ -87,7 +89,8 @@ def test_on_policy_step_has_unit_ratio_and_reports(rollout_batch, tmp_path):
 
 
 def test_no_signal_trains_nothing(rollout_batch, tmp_path):
-    model, sample = tiny_actor(), rollout_batch(GROUPS, [1.0] * 12)
+    model = tiny_actor()
+    sample = rollout_batch(GROUPS, [1.0] * 12)
     before = weights(model)
     stats = PolicyGradientInterface({}).train_step(model, sample, context(tmp_path))
     assert stats["n_updates"] == 0 and stats["groups_with_signal"] == 0
@@ -102,7 +105,8 @@ LITTLE = {"one valid": [1] * 4 + [0] + [1] * 7, "nothing valid": [1] * 12, "noth
 def test_a_batch_with_little_in_it_trains_what_there_is(rollout_batch, tmp_path, algo, case):
     """One valid sequence has nobody to be compared with: only an estimator that compares nothing learns of it. Without
     any, and where no token was sampled, nothing changes, and every statistic is a number."""
-    model, sample = tiny_actor(), rollout_batch(GROUPS, [1.0] * 4 + [0.5] + [0.0] * 7, LITTLE[case])
+    model = tiny_actor()
+    sample = rollout_batch(GROUPS, [1.0] * 4 + [0.5] + [0.0] * 7, LITTLE[case])
     if case == "nothing sampled":
         sample = replace_keys(sample, per_token={"loss_mask": torch.zeros_like(sample["loss_mask"])})
     options = {"algo": algo} | ({"loss_scale_len": 40} if algo == "drgrpo" else {})
@@ -115,7 +119,8 @@ def test_a_batch_with_little_in_it_trains_what_there_is(rollout_batch, tmp_path,
 
 @pytest.mark.parametrize("aggregation", [name for name, row in AGGREGATIONS.items() if not row.by_turn])
 def test_supervised_training_without_a_token_changes_nothing(rollout_batch, tmp_path, aggregation):
-    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS)
+    model = tiny_actor()
+    sample = rollout_batch(GROUPS, REWARDS)
     sample = replace_keys(sample, per_token={"loss_mask": torch.zeros_like(sample["loss_mask"])})
     before = weights(model)
     stats = SFTInterface(aggregation).train_step(model, sample, context(tmp_path))
@@ -144,7 +149,8 @@ def test_missing_reference_and_truncation_keys_are_named(rollout_batch, tmp_path
 
 
 def test_three_non_finite_updates_in_a_row_ask_for_the_end(rollout_batch, tmp_path):
-    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME)
+    model = tiny_actor()
+    sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     with torch.no_grad():
         next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
     interface = PolicyGradientInterface({})
@@ -157,7 +163,8 @@ def test_three_non_finite_updates_in_a_row_ask_for_the_end(rollout_batch, tmp_pa
 
 
 def test_no_further_minibatch_after_too_many_skipped_ones(rollout_batch, tmp_path):
-    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME)
+    model = tiny_actor()
+    sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     with torch.no_grad():
         next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
     interface = PolicyGradientInterface({"ppo_n_minibatches": 3, "max_nonfinite_steps": 2, "kl_loss_coef": 0.1})
@@ -166,7 +173,8 @@ def test_no_further_minibatch_after_too_many_skipped_ones(rollout_batch, tmp_pat
 
 
 def test_supervised_training_asks_for_the_end_too(rollout_batch, tmp_path):
-    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS)
+    model = tiny_actor()
+    sample = rollout_batch(GROUPS, REWARDS)
     with torch.no_grad():
         next(iter(model.engine.model.parameters())).fill_(math.nan)  # type: ignore[attr-defined]
     interface = SFTInterface(max_nonfinite_steps=2)
@@ -205,7 +213,8 @@ def plain_logprobs(model, sample, temperature=1.0):
 @pytest.mark.parametrize("call", [ref_inf, actor_inf])
 def test_scores_are_the_log_softmax_at_the_sampling_temperature(rollout_batch, tmp_path, call):
     mfc = call(config_class("aws")(experiment="grpo_aws", gen=GenConfig(temperature=0.7)))
-    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS)
+    model = tiny_actor()
+    sample = rollout_batch(GROUPS, REWARDS)
     interface = LogprobInterface(**mfc.interface_args)
     out, stats = interface.inference(model, sample, context(tmp_path, max_tokens_per_mb=32))
     with torch.no_grad():
@@ -220,7 +229,8 @@ def test_a_step_follows_the_policy_gradient(rollout_batch, tmp_path):
     sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)
     interface = PolicyGradientInterface({"loss_agg": "token_mean"})
     prepared = interface.prepare(sample)[0]
-    advantages, mask = prepared["advantages"], PredictedTokens.of(prepared).mask
+    advantages = prepared["advantages"]
+    mask = PredictedTokens.of(prepared).mask
     before = torch.cat(plain_logprobs(model, sample))
     loss = -(advantages * before)[mask].sum() / int(mask.sum())
     gradient = torch.autograd.grad(loss, [*model.engine.model.parameters()], allow_unused=True)
@@ -234,7 +244,8 @@ def test_a_step_follows_the_policy_gradient(rollout_batch, tmp_path):
 
 @pytest.mark.slow
 def test_sft_learns_the_masked_tokens(rollout_batch, tmp_path):
-    model, interface = tiny_actor(lr=2e-2), SFTInterface()
+    model = tiny_actor(lr=2e-2)
+    interface = SFTInterface()
     sample = rollout_batch(GROUPS, REWARDS).select(["packed_input_ids", "loss_mask"])
     start = interface.evaluate(model, sample, context(tmp_path))["nll"]
     stats = [interface.train_step(model, sample, context(tmp_path, n_mbs=2)) for _ in range(15)]
@@ -255,7 +266,8 @@ def test_choosing_sequences_keeps_order_and_drops_empty_samples(rollout_batch):
 
 def test_rounding_of_the_generator_clips_no_sequence(rollout_batch, tmp_path):
     """The clip range of gspo is narrower than the difference between two programs that compute the same policy."""
-    generator, clipped = torch.Generator().manual_seed(3), {}
+    generator = torch.Generator().manual_seed(3)
+    clipped = {}
     for recompute in (None, False):
         model = tiny_actor()
         sample = on_policy(model, rollout_batch(GROUPS, REWARDS, OUTCOME), tmp_path)

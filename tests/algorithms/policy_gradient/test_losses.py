@@ -88,7 +88,8 @@ def test_garbage_in_masked_positions_is_harmless(given: dict[str, str], junk: fl
         (grad,) = torch.autograd.grad(loss, terms.logprobs)
         return loss.detach(), grad
 
-    clean, spoilt = value_and_gradient(False), value_and_gradient(True)
+    clean = value_and_gradient(False)
+    spoilt = value_and_gradient(True)
     assert torch.equal(clean[0], spoilt[0]) and torch.equal(clean[1], spoilt[1])
 
 
@@ -102,7 +103,9 @@ def test_huge_ratio_is_clamped_and_counted():
 
 def test_empty_mask_gives_zero_with_graph():
     x = torch.ones(3, requires_grad=True)
-    mask, sequence, one = torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), torch.zeros(1).long()
+    mask = torch.zeros(3, dtype=torch.bool)
+    sequence = torch.zeros(3, dtype=torch.int64)
+    one = torch.zeros(1).long()
     tokens = PredictedTokens(mask, sequence, one, one)
     loss = weighted_sum(x, token_weights(tokens, "seq_mean_token_mean"), mask)
     (grad,) = torch.autograd.grad(loss, x)
@@ -123,7 +126,8 @@ def test_a_penalty_pulls_harder_the_further_a_token_lies_below_the_reference(est
 
 
 def test_kl_estimators():
-    a, b = torch.tensor([-1.0, -2.0, 0.0]), torch.tensor([-1.5, -1.0, -50.0])
+    a = torch.tensor([-1.0, -2.0, 0.0])
+    b = torch.tensor([-1.5, -1.0, -50.0])
     x = [0.5, -1.0, 50.0]
     assert kl_estimate(a, b, "k1").tolist() == pytest.approx([0.5, -1.0, 10.0])
     assert kl_estimate(a, b, "k2").tolist() == pytest.approx([0.125, 0.5, 10.0])
@@ -153,7 +157,8 @@ class Kept:
 )
 def test_what_is_kept_is_what_was_trained(rollout_batch, tmp_path, options):
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
-    stats, kept = [], Kept()
+    stats = []
+    kept = Kept()
     for recorder in (None, kept):
         model = tiny_actor()
         first = model.engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())

@@ -87,7 +87,8 @@ def test_recomputed_logprobs_replace_the_old_ones_in_the_kl_reward_too(rollout_b
     ids=str,
 )
 def test_recompute_and_one_minibatch_is_the_plain_policy_gradient(rollout_batch: Any, given: dict[str, Any]) -> None:
-    sample, model = off_policy(rollout_batch), tiny_actor()
+    sample = off_policy(rollout_batch)
+    model = tiny_actor()
     interface = PolicyGradientInterface({"loss_agg": "token_mean", "prox_logp_method": "recompute", **given})
     prepared = interface.prepare(sample)[0]
     tokens = PredictedTokens.of(prepared)
@@ -143,7 +144,8 @@ def test_the_step_reports_weights_and_mismatch(rollout_batch):
     tokens = PredictedTokens.of(sample)
     mask = tokens.mask & valid[tokens.sequence]
     distance = (sample["proximal_logprobs"] - sample["packed_logprobs"])[mask]
-    w, ordered = distance.exp(), distance.abs().sort().values.tolist()
+    w = distance.exp()
+    ordered = distance.abs().sort().values.tolist()
     assert stats["n_trained_tokens"] == len(ordered), "with entropy every token counts"
     assert stats["rejected_fraction"] == pytest.approx(float((w > 1.2).float().mean()))
     assert 0 < stats["rejected_fraction"] < 1
@@ -214,7 +216,8 @@ def test_the_step_reports_the_staleness_of_valid_sequences(rollout_batch):
     ids=str,
 )
 def test_missing_keys_are_named(rollout_batch: Any, given: dict[str, Any], key: str) -> None:
-    model, sample = tiny_actor(), rollout_batch(GROUPS, REWARDS, OUTCOME)
+    model = tiny_actor()
+    sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     before = weights(model)
     with pytest.raises(ValueError, match=key):
         PolicyGradientInterface(given).train_step(model, sample, context(Path(".")))
@@ -234,7 +237,8 @@ def test_reinforce_pp_advantages_equal_a_loop(rollout_batch, estimator, discount
     sample = rollout_batch(GROUPS, REWARDS, OUTCOME)
     options = {"algo": "reinforce_pp", "adv_estimator": estimator, "discount": discount}
     got = PolicyGradientInterface(options).prepare(sample)[0]["advantages"]
-    tokens, kl = PredictedTokens.of(sample), sample["packed_logprobs"] - sample["packed_ref_logprobs"]
+    tokens = PredictedTokens.of(sample)
+    kl = sample["packed_logprobs"] - sample["packed_ref_logprobs"]
     expected = [0.0] * len(kl)
     for i in range(12):
         positions = [t for t in range(len(kl)) if tokens.sequence[t] == i and tokens.mask[t] and OUTCOME[i] == 0]

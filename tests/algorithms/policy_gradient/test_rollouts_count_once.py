@@ -29,7 +29,8 @@ def batch(rows, rewards, failed=()):
     """A train input in which every row is a token that nobody predicts and then the tokens that train. Cut or whole,
     what is said of each trained token is the same; ``failed`` are rollouts of the first group without a reward."""
     lengths = [[n + 1 for rollout in group for n in rollout] for group in rows]
-    shifted, ones = [[n - 1 for n in group] for group in lengths], [[1] * len(group) for group in lengths]
+    shifted = [[n - 1 for n in group] for group in lengths]
+    ones = [[1] * len(group) for group in lengths]
     generator = torch.Generator().manual_seed(0)
     trained = sum(map(sum, shifted))
     drawn = {name: -3 * torch.rand(trained, generator=generator) for name in ("packed_logprobs", "packed_ref_logprobs")}
@@ -61,7 +62,8 @@ def batch(rows, rewards, failed=()):
 
 def trained_parts(sample, options, tmp_path):
     """The statistics of a train step, and what each update of the engine got."""
-    model, parts = tiny_actor(), []
+    model = tiny_actor()
+    parts = []
     train = model.engine.train_batch
     model.engine.train_batch = lambda part, *a, **k: (parts.append(part), train(part, *a, **k))[1]  # type: ignore
     return PolicyGradientInterface(options).train_step(model, sample, context(tmp_path)), parts
@@ -115,7 +117,8 @@ def test_the_divergence_that_steers_the_kl_reward_is_that_of_rollouts(tmp_path):
     options = {"algo": "rloo", "kl_ctl": 0.1, "kl_estimator": "k1", "kl_target": 2.0, "kl_horizon": 10.0}
     moved = []
     for rows in (WHOLE, CUT):
-        interface, sample = PolicyGradientInterface(dict(options)), batch(rows, REWARDS)
+        interface = PolicyGradientInterface(dict(options))
+        sample = batch(rows, REWARDS)
         stats = interface.train_step(tiny_actor(), sample, context(tmp_path))
         critic = CriticInterface({**options, "algo": "ppo"})
         _trained(critic, tiny_critic(), sample, tmp_path)

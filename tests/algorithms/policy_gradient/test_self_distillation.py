@@ -19,7 +19,9 @@ from tests.algorithms.tiny_policy import context, on_policy, tiny_actor
 
 ROLLOUTS = [[(3, 5), (3, 8), (6, 4)], [(2, 6), (4, 3), (2, 2), (3, 7)]]
 """Tokens of prompt and completion of each row; the first two rows of either group are one rollout."""
-FAILED, UNTOLD, WITHOUT_MASK = 4, 2, 6
+FAILED = 4
+UNTOLD = 2
+WITHOUT_MASK = 6
 TEMPERATURE = 0.7
 
 
@@ -46,7 +48,8 @@ def told_batch(seed: int = 0) -> tuple[SequenceSample, list[tuple[list[int], lis
         "outcome": torch.tensor(outcome, dtype=torch.uint8),
         "rollout_index": torch.tensor([0, 0, 1, 0, 0, 1, 2], dtype=torch.int32),
     }
-    sizes, lengths = iter(rows), []
+    sizes = iter(rows)
+    lengths = []
     for group in ROLLOUTS:
         lengths.append([len(next(sizes)[0]) for _ in group])
     told = iter(rows)
@@ -99,7 +102,8 @@ def test_the_advantage_is_the_share_of_the_reward_and_that_of_the_feedback(
     rl: float, distill: float, tmp_path: Any
 ) -> None:
     """Cut to +-10; of a failed rollout, and outside the mask, nothing, whatever stands there."""
-    actor, (sample, _) = tiny_actor(), told_batch()
+    actor = tiny_actor()
+    (sample, _) = told_batch()
     sample = on_policy(actor, sample, tmp_path)
     tokens = PredictedTokens.of(sample)
     gaps = torch.linspace(-14, 14, len(tokens.mask))
@@ -119,8 +123,10 @@ def test_the_advantage_is_the_share_of_the_reward_and_that_of_the_feedback(
 
 def test_two_steps_bring_the_policy_nearer_to_itself_with_feedback(tmp_path: Any) -> None:
     """On the same tokens: what feedback makes likelier is likelier without it afterwards, and the other way round."""
-    actor, (sample, _) = tiny_actor(lr=3e-3), told_batch()
-    teacher, interface = SelfTeacherInterface(), PolicyGradientInterface({"algo": "sdpo"})
+    actor = tiny_actor(lr=3e-3)
+    (sample, _) = told_batch()
+    teacher = SelfTeacherInterface()
+    interface = PolicyGradientInterface({"algo": "sdpo"})
     first = teacher.inference(actor, sample, context(tmp_path))[0]["feedback_logratios"]
     before = actor.engine.logprobs(sample, temperature=1.0, mb_spec=context(tmp_path).mb_spec)
     for step in range(2):

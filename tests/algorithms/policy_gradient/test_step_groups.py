@@ -46,7 +46,14 @@ def drawn(seed: int) -> list[list[Played]]:
 def batch(groups: list[list[Played]]) -> SequenceSample:
     """Each turn is two sampled tokens behind one of the environment; every row reports all turns of its rollout, as
     those of a conversation whose old reasoning was dropped do. What is outside the mask, or failed, is NaN."""
-    ids, lengths, counts, rewards, states, outcome, rollout, totals = [], [], [], [], [], [], [], []
+    ids = []
+    lengths = []
+    counts = []
+    rewards = []
+    states = []
+    outcome = []
+    rollout = []
+    totals = []
     for group in groups:
         lengths.append([])
         counts.append([])
@@ -66,7 +73,8 @@ def batch(groups: list[list[Played]]) -> SequenceSample:
                 rollout.append(number)
                 totals.append(math.nan if played.failed else sum(played.rewards))
     turn_ids = torch.tensor(ids, dtype=torch.int32)
-    shifted, ones = [[n - 1 for n in row] for row in lengths], [[1] * len(row) for row in lengths]
+    shifted = [[n - 1 for n in row] for row in lengths]
+    ones = [[1] * len(row) for row in lengths]
     tensors = {
         "packed_input_ids": torch.arange(len(ids)) % 50,
         "loss_mask": turn_ids >= 0,
@@ -134,7 +142,8 @@ def test_every_token_has_the_advantage_of_the_paper(estimator, discount, omega):
         sample = batch(groups)
         prepared, stats = PolicyGradientInterface(options).prepare(sample)
         expected = by_loop(groups, estimator, discount, omega)
-        tokens, turn = PredictedTokens.of(sample), predicted(sample, "turn_ids").tolist()
+        tokens = PredictedTokens.of(sample)
+        turn = predicted(sample, "turn_ids").tolist()
         rollout = sample["rollout_index"].tolist()
         advantages = prepared["advantages"].tolist()
         for place, sequence in enumerate(tokens.sequence.tolist()):
@@ -159,10 +168,8 @@ def same_state(groups, one, other):
 def test_where_no_state_is_met_twice_it_is_the_step_of_the_episode(tmp_path):
     """Bit for bit, in loss and gradient; and a second visitor changes them."""
     groups = [[Played([4 * i + t for t in range(3)], [0.0, 0.5 * i, 0.0], False) for i in range(4)]]
-    lost, met = (
-        [*groups[0], Played([0], [math.nan], True)],
-        [*groups[0][:3], Played([0, 5, 6], [0.0, 1.5, 0.0], False)],
-    )
+    lost = [*groups[0], Played([0], [math.nan], True)]
+    met = [*groups[0][:3], Played([0, 5, 6], [0.0, 1.5, 0.0], False)]
     results = [
         PolicyGradientInterface({"algo": algo}).train_step(tiny_actor(), batch([group]), context(tmp_path))
         for algo, group in (("grpo", lost), ("gigpo", lost), ("grpo", met), ("gigpo", met))

@@ -40,7 +40,8 @@ def test_maxrl_is_the_mean_score_function_of_successes_without_that_of_all(rewar
     the gradient of log p is the first of the two, the second has expectation 0."""
     for seed in range(60):
         scores, valid, group = drawn(seed, rewards)
-        found, expected = estimated(maxrl, scores, valid, group), [0.0] * len(scores)
+        found = estimated(maxrl, scores, valid, group)
+        expected = [0.0] * len(scores)
         for members, own in in_groups(scores, valid, group):
             if len(set(own)) > 1:
                 for i in members:
@@ -64,7 +65,8 @@ def test_pass_at_k_is_what_a_walk_over_all_subsets_finds(k):
     """Rewards of any kind, also below 0 and equal ones; groups of at most k, and those without a difference, get 0."""
     for seed in range(60):
         scores, valid, group = drawn(seed, (0.0, 1.0) if seed % 2 else (-1.0, 0.0, 0.25, 0.5, 1.0))
-        found, expected = estimated(lambda *a: pass_at_k(*a, k=k), scores, valid, group), [0.0] * len(scores)
+        found = estimated(lambda *a: pass_at_k(*a, k=k), scores, valid, group)
+        expected = [0.0] * len(scores)
         for members, own in in_groups(scores, valid, group):
             subsets = list(itertools.combinations(range(len(own)), k))
             best = [max(own[i] for i in subset) for subset in subsets]

@@ -146,7 +146,8 @@ QWEN3_KEY = QWEN3.replace(
     "{%- elif '</think>' in content %}",
 )
 """Reads ``reasoning_content`` too, as the real one does."""
-U, T = ("user",), ("tool",)
+U = ("user",)
+T = ("tool",)
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -200,7 +201,8 @@ def test_the_leading_reasoning_of_a_turn_goes_with_its_line_breaks(text: str, wo
 
 def test_what_is_left_are_the_ids_that_were_sampled_unless_a_token_holds_both():
     made = chat(QWEN3, (("l", "s"), ("Ċ", "w")))
-    thought, stop = made.encode("<think>a</think>\n\n"), made.stop_ids[0]
+    thought = made.encode("<think>a</think>\n\n")
+    stop = made.stop_ids[0]
     spelt = [*made.encode("l"), *made.encode("s")]
     assert made.encode("ls") != spelt and made.without_reasoning([*thought, *spelt, stop]) == [*spelt, stop]
     crossing = made.encode("<think>a</think>\n\nwls")

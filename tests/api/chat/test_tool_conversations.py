@@ -58,7 +58,8 @@ def test_the_pieces_join_to_what_the_template_renders(name: str, tools: list[Any
     would, and stays so."""
     template, eos, variables = REAL[name]
     chat = chat_of(template, eos, template_kwargs=variables)
-    tok, stop = chat._tokenizer, chat.stop_ids[0]
+    tok = chat._tokenizer
+    stop = chat.stop_ids[0]
     family = family_of(template)
     messages: list[dict[str, Any]] = list(OPENING)
     ids = chat.opening(messages, tools)
@@ -70,7 +71,8 @@ def test_the_pieces_join_to_what_the_template_renders(name: str, tools: list[Any
             [("look", {"where": where}, "")] if where else []
         )
         assert parsed.token_count == len(sampled) and parsed.text == said
-        before, ids = ids, ids + sampled
+        before = ids
+        ids = ids + sampled
         tail: list[dict[str, Any]] = [ANSWER if where else {"role": "user", "content": "Thanks."}]
         ids = ids + chat.following_messages(tail, ended=True, tools=tools)
         assert ids[: len(before) + len(sampled)] == before + sampled

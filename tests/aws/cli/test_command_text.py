@@ -126,7 +126,9 @@ def test_what_is_read_is_what_a_shell_reads(text: str) -> None:
 
 def _join_lines(text: str) -> str:
     """Remove line ends behind a backslash, with the blanks between them where they are outside of quotes."""
-    kept, quote, place = "", "", 0
+    kept = ""
+    quote = ""
+    place = 0
     while place < len(text):
         char = text[place]
         if char == "\\" and quote != "'":

@@ -110,7 +110,8 @@ def test_a_timeout_kills_one_worker_only(pool: MiniStackPool, slot: Slot) -> Non
     other = pool.acquire()
     try:
         other.executor.run("aws s3 ls")
-        others_worker, stopped = other.worker_pid, slot.worker_pid
+        others_worker = other.worker_pid
+        stopped = slot.worker_pid
         slot.executor._limits = type(slot.executor._limits)(timeout_s=0.3)
         freeze(stopped)
         started = time.monotonic()

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.sim
 
 
 def test_a_document_is_decoded_or_stays_as_it_is() -> None:
-    deep, trust = "[" * 1500 + "]" * 1500, {"Version": "2012-10-17", "Statement": []}
+    deep = "[" * 1500 + "]" * 1500
+    trust = {"Version": "2012-10-17", "Statement": []}
     assert decode_document(quote(json.dumps(trust))) == trust
     for text in (deep, quote(deep), "no json"):
         assert decode_document(text) == text

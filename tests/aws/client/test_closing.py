@@ -104,7 +104,8 @@ def test_an_interrupted_call_is_rolled_back_first() -> None:
 
 def test_a_thread_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     thread = LoopThread("stuck-loop", instead="nothing")
-    release, entered = threading.Event(), threading.Event()
+    release = threading.Event()
+    entered = threading.Event()
 
     def block() -> None:
         entered.set()

@@ -25,7 +25,9 @@ class OnceAt:
     """The trick at the first ``times`` messages of the kind."""
 
     def __init__(self, trick: str, kind: str, times: int = 1) -> None:
-        self.kind, self.trick, self.times = kind, trick, times
+        self.kind = kind
+        self.trick = trick
+        self.times = times
 
     def __call__(self, number: int, message) -> str | None:
         if message["type"] != self.kind or self.times == 0:

@@ -84,7 +84,9 @@ async def test_both_pools_agree_on_a_scripted_policy() -> None:
 
     async def rollout(env: AwsEnv) -> tuple[float, list[str]]:
         await env.reset()
-        outputs, rewards, done = [], [], False
+        outputs = []
+        rewards = []
+        done = False
         while not done:
             result = await env.step(say("", len(outputs)))
             outputs.append(result.observation.command_output)
@@ -224,7 +226,9 @@ async def test_resetting_a_group() -> None:
 
 
 async def test_generation_is_serial_while_steps_overlap() -> None:
-    running, most, stepped = 0, 0, threading.Event()
+    running = 0
+    most = 0
+    stepped = threading.Event()
 
     def generate(word: str) -> str:
         nonlocal running, most

@@ -179,7 +179,8 @@ WORDS = ("aws s3api list-buckets", "aws sqs list-queues", "aws iam list-users", 
 
 
 def play(server: EnvServerProcess, curriculum: Curriculum, oracle: bool) -> list[float]:
-    rng, means = random.Random(0), []
+    rng = random.Random(0)
+    means = []
     with MultiTurnEnvPool(server.url, SESSIONS, curriculum, turn_tokens=200, retry_capacity_s=5) as pool:
         for _ in range(STEPS):
             task: Task = curriculum.next_task()

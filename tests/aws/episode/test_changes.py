@@ -24,7 +24,8 @@ def told(*deeds: Evidence, present: frozenset[tuple[str, str]] = frozenset()) ->
 
 
 def test_what_was_made_changed_and_removed_is_told_by_resource() -> None:
-    bucket, role = {"Bucket": "b"}, {"RoleName": "r"}
+    bucket = {"Bucket": "b"}
+    role = {"RoleName": "r"}
     versioning = {**bucket, "VersioningConfiguration": {"Status": "Enabled"}}
     assert told(deed("s3:CreateBucket", bucket), deed("s3:PutBucketVersioning", versioning)) == [
         ("s3", "bucket", "b", "none", "there")

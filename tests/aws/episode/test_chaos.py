@@ -16,7 +16,8 @@ from realhf.aws.simulator.pool import Slot
 from realhf.aws.tasks.loader import instantiate
 from realhf.aws.tasks.task import Task
 
-TOPIC_AND_QUEUE, VERSIONED = 203, 201
+TOPIC_AND_QUEUE = 203
+VERSIONED = 201
 
 
 def seed_with_chaos(task: Task, first_roll: bool) -> int:
@@ -69,7 +70,9 @@ CRITERIA = {"operation": "s3:CreateBucket", "resource_exists": {"service": "s3",
 
 
 def test_it_happens_once_and_counts_what_it_broke() -> None:
-    account, rng, tracker = FakeAccount(), CountingRandom(), made_bucket()
+    account = FakeAccount()
+    rng = CountingRandom()
+    tracker = made_bucket()
     chaos = Chaos(1.0, rng, Grader(parse_criteria(CRITERIA), account), account)
     assert chaos.after_progress(tracker) == "s3"
     assert chaos.occurred and len(chaos.broken) == 1 and not chaos.survived()
@@ -140,7 +143,10 @@ def test_idle_steps_are_not_rolled(slot: Slot) -> None:
     assert rng.rolls > 0
 
 
-BUCKET, TABLE, FUNCTION, QUEUE = {"Bucket": "abc"}, {"TableName": "abc"}, {"FunctionName": "a"}, {"QueueName": "a"}
+BUCKET = {"Bucket": "abc"}
+TABLE = {"TableName": "abc"}
+FUNCTION = {"FunctionName": "a"}
+QUEUE = {"QueueName": "a"}
 ROLE = {"RoleName": "a", "AssumeRolePolicyDocument": '{"Version": "2012-10-17", "Statement": []}'}
 ARN = "arn:aws:iam::aws:policy/ReadOnlyAccess"
 MAKE_TABLE = {

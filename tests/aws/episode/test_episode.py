@@ -32,7 +32,10 @@ FIELDS = {
     *("episode_id", "step_count", "command_success", "command_output", "error", "task", "task_achieved"),
     *("partial_progress", "hints_used", "hint_text", "truncated", "refusal", "steps_left", "account_key"),
 }
-CREATE_BUCKET, VERSIONED, ECR, RETENTION = 101, 201, 110, 205
+CREATE_BUCKET = 101
+VERSIONED = 201
+ECR = 110
+RETENTION = 205
 
 
 def test_an_episode_from_reset_to_achievement(episode: Episode) -> None:
@@ -113,7 +116,8 @@ def test_a_simulator_without_memory_ends_and_the_episode_with_it(
     episode: Episode, slot: Slot, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It used to go on: some answers came, others were errors, and its owner's own reads failed for good."""
-    task, limit = instantiate(VERSIONED, 1), SIMULATOR_MEMORY_MB << 20
+    task = instantiate(VERSIONED, 1)
+    limit = SIMULATOR_MEMORY_MB << 20
     episode.reset(task)
     slot.state.call("s3", "CreateBucket", {"Bucket": "large"})
     number = itertools.count()
@@ -251,7 +255,8 @@ def test_other_spellings_are_commands(command: str) -> None:
 
 
 def test_each_hint_costs_up_to_three_and_no_command_is_counted(slot: Slot) -> None:
-    episode, task = Episode(slot, max_steps=8), instantiate(VERSIONED, 1)
+    episode = Episode(slot, max_steps=8)
+    task = instantiate(VERSIONED, 1)
     episode.reset(task)
     create, enable = task.solution
     first = episode.step(create)
@@ -268,7 +273,8 @@ def test_each_hint_costs_up_to_three_and_no_command_is_counted(slot: Slot) -> No
 
 
 def test_a_hint_does_not_make_up_for_a_failed_command(slot: Slot) -> None:
-    episode, task = Episode(slot), instantiate(VERSIONED, 1)
+    episode = Episode(slot)
+    task = instantiate(VERSIONED, 1)
     episode.reset(task)
     episode.step(task.solution[0])
     episode.step("aws s3api get-bucket-policy --bucket none-such")

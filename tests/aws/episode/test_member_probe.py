@@ -65,7 +65,8 @@ def _site(**params: object) -> Site:
 
 def test_of_a_member_the_sites_speak_that_send_it() -> None:
     path = ("Handler",)
-    sends, other = _site(Handler="main"), _site(Runtime="python3.13")
+    sends = _site(Handler="main")
+    other = _site(Runtime="python3.13")
     assert merge_tables([(sends, {path: NOT_KEPT}), (other, {path: KEPT})]) == {"Handler": NOT_KEPT}
     assert merge_tables([(other, {path: NOT_KEPT}), (sends, {path: KEPT})]) == {"Handler": KEPT}
     unknown = f"{NOT_PROBED}: fewer than two values are accepted"
@@ -73,7 +74,9 @@ def test_of_a_member_the_sites_speak_that_send_it() -> None:
 
 
 def test_sites_that_send_more_come_first() -> None:
-    few, many, others = _site(Handler="a"), _site(Handler="a", Timeout=3), _site(Runtime="python3.13")
+    few = _site(Handler="a")
+    many = _site(Handler="a", Timeout=3)
+    others = _site(Runtime="python3.13")
     assert rank_sites([few, many, others])[0] == many
 
 

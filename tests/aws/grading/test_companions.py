@@ -89,12 +89,14 @@ def plays(template_id: int, name: str) -> tuple[list[list[str]], list[list[str]]
             return [to_queue(own, one) for one in least], [to_queue(own, one) for one in more]
         case 213 | 406:
             own = name if template_id == 213 else f"{name}-jobs"
-            rule, queue = f"arn:aws:events:{AT}:rule/{name}", f"arn:aws:sqs:{AT}:{own}"
+            rule = f"arn:aws:events:{AT}:rule/{name}"
+            queue = f"arn:aws:sqs:{AT}:{own}"
             least = [grant("sqs:SendMessage", queue, rule, "events", account=account) for account in (False, True)]
             more = [*wider(least[0], "sqs:*", ""), grant("sqs:SendMessage", queue, rule, "sns")]
             return [to_queue(own, one) for one in least], [to_queue(own, one) for one in more]
         case 218:
-            trail, bucket = f"arn:aws:cloudtrail:{AT}:trail/{name}", f"arn:aws:s3:::{name}"
+            trail = f"arn:aws:cloudtrail:{AT}:trail/{name}"
+            bucket = f"arn:aws:s3:::{name}"
             look = grant("s3:GetBucketAcl", bucket, trail, "cloudtrail")
             write = grant("s3:PutObject", f"{bucket}/records/AWSLogs/{ACCOUNT}/*", trail, "cloudtrail")
             write[0]["Condition"] |= {"StringEquals": {"s3:x-amz-acl": "bucket-owner-full-control"}}

@@ -336,7 +336,8 @@ def test_a_policy_between_two_solutions_is_as_good() -> None:
         allow = {"Effect": "Allow", "Principal": {"Service": "s3.amazonaws.com"}, "Action": "sns:Publish"}
         return topic(policy={"Statement": [{**allow, "Resource": "*", "Condition": said}]})
 
-    wide, narrow = account(calls()), account(calls("arn:aws:s3:::b/x", "1" * 12))
+    wide = account(calls())
+    narrow = account(calls("arn:aws:s3:::b/x", "1" * 12))
     goal = Target(account(), (wide,), others=(narrow,))
     for conditions, right in (
         ((), True),

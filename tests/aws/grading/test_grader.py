@@ -270,7 +270,8 @@ def test_retries_count_for_what_the_setup_made_and_at_most_three() -> None:
 
 
 def test_a_harmless_command_after_a_collision_is_no_retry() -> None:
-    criteria, present = {"operation": "s3:CreateBucket", "resource_exists": BUCKET}, frozenset({("s3", "b")})
+    criteria = {"operation": "s3:CreateBucket", "resource_exists": BUCKET}
+    present = frozenset({("s3", "b")})
     play = Play(criteria, FakeState(ListBuckets={}), present)
     play.send("s3:CreateBucket", {"Bucket": "b"}, 409, "BucketAlreadyOwnedByYou")
     play.send("s3:ListBuckets", {})

@@ -84,7 +84,8 @@ def test_the_simulator_answers_every_list(slot: Slot, service: str) -> None:
 
 @pytest.mark.sim
 def test_state_shows_what_is_there(slot: Slot) -> None:
-    episode, task = Episode(slot), instantiate(203, 1)
+    episode = Episode(slot)
+    task = instantiate(203, 1)
     name = task.params["name"]
     episode.reset(task)
     assert episode.state()["infra_state"] == {}

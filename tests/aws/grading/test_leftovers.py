@@ -209,7 +209,8 @@ LAUNDERED: dict[str, list[str]] = {
 
 def play(slot: Slot, template_id: int, lines: Sequence[str], place: int) -> Run:
     task = instantiate(template_id, 0)
-    episode, solution = Episode(slot, 64), list(task.solution)
+    episode = Episode(slot, 64)
+    solution = list(task.solution)
     extra = fill([line.replace("stepMADE", f"step{place + 1}") for line in lines], task.params)
     rest = [moved(line, len(lines)) if place == 0 else line for line in solution[place:]]
     run = run_commands(episode, task, [*solution[:place], *extra, *rest])

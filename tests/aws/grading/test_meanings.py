@@ -85,7 +85,8 @@ ATTRIBUTES = {
 
 @pytest.mark.parametrize(("kind", "default"), DEFAULTS)
 def test_a_default_is_a_member_of_the_services_model_with_the_page_of_aws(kind: str, default: dict) -> None:
-    service, member = kind.partition("/")[0], default["path"].rpartition("/")[2].removesuffix("[]")
+    service = kind.partition("/")[0]
+    member = default["path"].rpartition("/")[2].removesuffix("[]")
     assert set(default) - {"where"} == {"path", "is", "aws"} and isinstance(default["is"], str)
     assert default["aws"].startswith("https://docs.aws.amazon.com/")
     assert types_of(service, member) or member in ATTRIBUTES

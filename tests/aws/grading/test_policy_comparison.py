@@ -179,7 +179,8 @@ def applies(statement: Statement, request: Request) -> bool:
 
 
 def condition_met(operator: str, _key: str, values: tuple[str, ...], found: str | None) -> bool:
-    negated, kind = "not" in operator, operator.replace("not", "").removesuffix("ifexists")
+    negated = "not" in operator
+    kind = operator.replace("not", "").removesuffix("ifexists")
     if kind not in ("stringequals", "stringlike"):
         return False
     if found is None:

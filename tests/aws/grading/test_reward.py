@@ -33,7 +33,9 @@ def test_score(value: float, arguments: dict) -> None:
 def test_rewards_of_any_episode_add_up_to_its_score_exactly() -> None:
     rng = random.Random(1)
     for _ in range(500):
-        meter, total, best = RewardMeter(), 0.0, 0.0
+        meter = RewardMeter()
+        total = 0.0
+        best = 0.0
         facts: dict = {}
         for _ in range(rng.randint(1, 15)):
             progress = rng.choice([0, 1 / 3, 0.5, 2 / 3, 0.7, 1.0])

@@ -75,7 +75,8 @@ def openings(found: RightsChange) -> list[MoreRights]:
 
 
 def same_policy(wanted: Any, found: Any) -> bool:
-    one, other = Policies(read_document(wanted)), Policies(read_document(found))
+    one = Policies(read_document(wanted))
+    other = Policies(read_document(found))
     return compare_policies(one, other, Budget(MOST_STEPS)).equal
 
 
@@ -85,12 +86,14 @@ def test_the_same_account_has_the_same_rights() -> None:
 
 def test_whoever_stays_administrator_through_a_group_is_seen() -> None:
     """The inline policy is gone, as was asked for, and the rights are there all the same."""
-    wanted, found = Account(), Account()
+    wanted = Account()
+    found = Account()
     found.group.update(Users=["ann"], AttachedPolicies=[ADMIN])
     (more,) = change(wanted, found).more
     assert str(more) == f"{wanted.user['Arn']} may * on *"
     assert more.who == "the account"
-    by_group, by_inline = Account(), Account()
+    by_group = Account()
+    by_inline = Account()
     by_group.group.update(Users=["ann"])
     by_group.group_inline["all"] = ALL
     by_inline.group.update(Users=["ann"])
@@ -99,14 +102,17 @@ def test_whoever_stays_administrator_through_a_group_is_seen() -> None:
 
 
 def test_a_group_without_members_gives_nobody_anything() -> None:
-    before, after = Account(), Account()
+    before = Account()
+    after = Account()
     after.group_inline["all"] = ALL
     assert not change(before, after).more
     assert change(before, after).changed == ("staff",)
 
 
 def test_the_version_that_counts_is_the_default() -> None:
-    before, after, switched = Account(), Account(), Account()
+    before = Account()
+    after = Account()
+    switched = Account()
     for one in (before, after, switched):
         one.user["AttachedPolicies"] = [OWN]
     for one in (after, switched):
@@ -117,7 +123,8 @@ def test_the_version_that_counts_is_the_default() -> None:
 
 
 def test_a_boundary_limits_and_its_end_is_a_gain() -> None:
-    bound, free = Account(), Account()
+    bound = Account()
+    free = Account()
     for one in (bound, free):
         one.inline["all"] = ALL
     bound.user["PermissionsBoundary"] = OWN
@@ -130,7 +137,8 @@ def test_a_boundary_limits_and_its_end_is_a_gain() -> None:
 
 
 def test_a_denial_of_what_nobody_allowed_changes_nothing_unless_a_resource_allows_it() -> None:
-    before, after = Account(), Account()
+    before = Account()
+    after = Account()
     after.inline["no"] = {"Statement": {"Effect": "Deny", "Action": "sqs:*", "Resource": "*"}}
     assert change(before, after) == RightsChange()
     for one in (before, after):
@@ -139,7 +147,8 @@ def test_a_denial_of_what_nobody_allowed_changes_nothing_unless_a_resource_allow
 
 
 def test_policies_of_aws_are_equal_to_themselves_only() -> None:
-    before, after = Account(), Account()
+    before = Account()
+    after = Account()
     before.user["AttachedPolicies"] = [ADMIN]
     after.user["AttachedPolicies"] = ["arn:aws:iam::aws:policy/ReadOnlyAccess"]
     assert not change(before, after).more, "an administrator has it already"
@@ -151,7 +160,8 @@ def test_policies_of_aws_are_equal_to_themselves_only() -> None:
     "document", ["{", "[]", '{"Statement": [{"Effect": "Perhaps"}]}', '{"Statement": 5}', "[" * 5000]
 )
 def test_what_cannot_be_read_may_be_anything(document: str) -> None:
-    before, after = Account(), Account()
+    before = Account()
+    after = Account()
     after.inline["odd"] = document
     assert len(change(before, after).more) == 1
     assert change(after, after) == RightsChange()
@@ -170,7 +180,8 @@ def test_what_cannot_be_read_may_be_anything(document: str) -> None:
     ],
 )
 def test_who_gains_by_the_policy_of_a_resource(document: Any, who: str, opening: bool) -> None:
-    before, after = Account(), Account()
+    before = Account()
+    after = Account()
     after.queue["attributes"]["Policy"] = document
     found = change(before, after)
     assert {one.who for one in found.more} == {who}
@@ -180,7 +191,8 @@ def test_who_gains_by_the_policy_of_a_resource(document: Any, who: str, opening:
 
 
 def test_wider_trust_is_told_with_the_role() -> None:
-    before, after = Account(), Account()
+    before = Account()
+    after = Account()
     after.role["AssumeRolePolicyDocument"] = trust(Service=["lambda.amazonaws.com", "ec2.amazonaws.com"])
     (more,) = change(before, after).more
     assert (more.holder, more.who) == (f"trust in {before.role['Arn']}", "a service")
@@ -189,7 +201,8 @@ def test_wider_trust_is_told_with_the_role() -> None:
 
 
 def test_policies_are_found_wherever_they_hang() -> None:
-    before, after = Account(), Account()
+    before = Account()
+    after = Account()
     function = f"arn:aws:lambda:us-east-1:{ACCOUNT}:function:f"
     statement = {"Effect": "Allow", "Principal": "*", "Action": "lambda:InvokeFunction", "Resource": function}
     after.more = {
@@ -241,7 +254,8 @@ def hostile(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["statements", "stars", "conditions"])
 def test_what_takes_long_is_named_and_never_taken_for_equal(kind: str) -> None:
     """Many holders of such policies cost no more than one: the steps are those of the whole account."""
-    before, after = Account(), Account()
+    before = Account()
+    after = Account()
     after.more = {
         ("iam", "users", f"u{n}"): {"Arn": f"arn:aws:iam::{ACCOUNT}:user/u{n}", "AttachedPolicies": [OWN]}
         for n in range(100)

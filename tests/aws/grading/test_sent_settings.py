@@ -27,7 +27,9 @@ from realhf.aws.grading.stack_templates import UnreadTemplate, read_declared_res
 from realhf.aws.simulator.account_state import DRAWN, END_DRAWN
 from realhf.aws.tasks.task import TaskError
 
-MAKE, CHANGE, NETWORK = "autoscaling:CreateAutoScalingGroup", "autoscaling:UpdateAutoScalingGroup", "ec2:CreateVpc"
+MAKE = "autoscaling:CreateAutoScalingGroup"
+CHANGE = "autoscaling:UpdateAutoScalingGroup"
+NETWORK = "ec2:CreateVpc"
 TABLE = MemberTable(
     {
         MAKE: {"AutoScalingGroupName": "names the resource", "MinSize": "kept", "Context": "not kept", "Tags": "text"},

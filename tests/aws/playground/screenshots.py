@@ -10,7 +10,8 @@ from realhf.aws.tasks.loader import instantiate
 from tests.chromium import Chromium
 
 IMAGES = Path(__file__).resolve().parents[3] / "docs" / "images"
-TASK, SEED = 301, 3
+TASK = 301
+SEED = 3
 IDLE = "!document.body.hasAttribute('aria-busy')"
 _SETTLED_S = 0.5
 """For the progress bar, which moves."""

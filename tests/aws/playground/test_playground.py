@@ -146,7 +146,8 @@ def test_it_shares_nothing_with_a_pool_session(web_server: EnvServerProcess, vis
 
 
 def test_a_second_visitor_is_told_to_wait_until_the_first_leaves(visit: Visit) -> None:
-    first, second = visit(), visit()
+    first = visit()
+    second = visit()
     start(first, task_id=101, seed=1)
     play(first, "aws s3api create-bucket --bucket left-behind")
     refused = second.post("/web/reset", json={"task_id": 101})

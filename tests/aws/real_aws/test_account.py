@@ -63,7 +63,8 @@ Executor = Callable[..., RealAwsExecutor]
 @pytest.fixture
 def executor(fake_cloud: Slot, tmp_path: Path) -> Executor:
     def make(*named: tuple[str, str]) -> RealAwsExecutor:
-        permissions, endpoints = Permissions(frozenset(named)), {"AWS_ENDPOINT_URL": fake_cloud.endpoint}
+        permissions = Permissions(frozenset(named))
+        endpoints = {"AWS_ENDPOINT_URL": fake_cloud.endpoint}
         session = botocore.session.Session()
         return RealAwsExecutor(session, tmp_path, permissions, OutputLimits(timeout_s=60.0), endpoints)
 
@@ -252,13 +253,16 @@ def _members(shape: Shape, above: frozenset[str] = frozenset()) -> Iterator[str]
 @pytest.mark.nightly
 def test_no_default_read_returns_what_may_hold_a_secret() -> None:
     """By the shapes of all answers. An inventory that lacks a permission leaves the type out."""
-    session, telling, seen = botocore.session.Session(), set(), 0
+    session = botocore.session.Session()
+    telling = set()
+    seen = 0
     for service, operations in DEFAULT_READS.items():
         if service == "s3":
             continue
         model = session.get_service_model("s3" if service == "s3api" else service)
         for api_name in model.operation_names:
-            operation, answer = xform_name(api_name, "-"), model.operation_model(api_name).output_shape
+            operation = xform_name(api_name, "-")
+            answer = model.operation_model(api_name).output_shape
             if operation in operations:
                 seen += 1
                 named = set(_members(answer)) if answer is not None else set()

@@ -39,7 +39,8 @@ def test_arguments_of_calls_come_out_of_the_answers_of_others(slot: Slot) -> Non
 
 @pytest.mark.sim
 def test_two_accounts_that_differ_in_ids_and_times_alone_say_the_same(slot: Slot) -> None:
-    task, episode = instantiate(311, 0), Episode(slot, 64)
+    task = instantiate(311, 0)
+    episode = Episode(slot, 64)
     run_commands(episode, task, task.solution)
     target = told(walk(slot.state.call, ["ec2", "rds"]))
     later = ["aws ec2 create-volume --size 1 --availability-zone us-east-1a", *task.solution]
@@ -77,7 +78,8 @@ def test_an_id_stands_for_what_is_said_of_its_owner() -> None:
             DescribeSecurityGroups={"SecurityGroups": [group("sg-ccccddddeeeeffff0", 443, VpcId=of_group)]},
         )
 
-    first, second = "vpc-0123456789abcdef0", "vpc-aaaabbbbccccdddd0"
+    first = "vpc-0123456789abcdef0"
+    second = "vpc-aaaabbbbccccdddd0"
     assert vpcs(first, second, first) == vpcs(second, first, second), "other ids, the same account"
     assert disagreements(NOTHING, vpcs(first, second, first), vpcs(first, second, second)), (
         "a namesake in another network"

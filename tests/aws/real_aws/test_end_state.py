@@ -48,7 +48,8 @@ def pool(cloud: Slot, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real
         settings.setenv("AWS_ENDPOINT_URL", cloud.endpoint)
         settings.setenv("AWS_ACCESS_KEY_ID", ACCOUNT)
         settings.setenv("AWS_SECRET_ACCESS_KEY", "none")
-        limits, endpoints = OutputLimits(timeout_s=60.0), {"AWS_ENDPOINT_URL": cloud.endpoint}
+        limits = OutputLimits(timeout_s=60.0)
+        endpoints = {"AWS_ENDPOINT_URL": cloud.endpoint}
         real = RealAwsPool(ACCOUNT, str(allow), limits, MiniStackPool(1), endpoints)
         real.start()
         yield real

@@ -321,7 +321,8 @@ kms encrypt --key-id k --plaintext fileb://{answers}
 _PUT = "aws ssm put-parameter --name leak --type String"
 _ROLE = "arn:aws:iam::000000000000:role/r"
 _FUNCTION = "arn:aws:lambda:us-east-1:000000000000:function:evil"
-_QUEUE, _TOPIC = "arn:aws:sqs:us-east-1:000000000000:q", "arn:aws:sns:us-east-1:000000000000:t"
+_QUEUE = "arn:aws:sqs:us-east-1:000000000000:q"
+_TOPIC = "arn:aws:sns:us-east-1:000000000000:t"
 _CREATE = (
     f"aws lambda create-function --function-name evil --runtime python3.12 --handler index.handler --role {_ROLE} "
     "--zip-file fileb://code.zip"
@@ -331,7 +332,8 @@ _CLIMB = "aws s3api put-object --bucket survivor --key a/../../marker --body cod
 """A key that climbs: what is written stays inside the folder, or is not written."""
 _RULE = 'aws events put-rule --name r --event-pattern \'{"source":["s"]}\''
 _EVENT = "aws events put-events --entries Source=s,DetailType=d,Detail={}"
-_PUBLISH, _MAKE_TOPIC = f"aws sns publish --topic-arn {_TOPIC} --message m", "aws sns create-topic --name t"
+_PUBLISH = f"aws sns publish --topic-arn {_TOPIC} --message m"
+_MAKE_TOPIC = "aws sns create-topic --name t"
 _STAGED: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (4, "aws s3 sync s3://survivor .", (_CLIMB,)),
     (4, "aws s3 cp s3://survivor/ inside --recursive", (_CLIMB,)),
@@ -555,7 +557,8 @@ def _smuggled() -> Iterator[Attack]:
 
 
 def _table() -> Iterator[Attack]:
-    row, expected = "", ""
+    row = ""
+    expected = ""
     for line in _TABLE.strip().splitlines():
         if line.startswith("["):
             row, _, expected = line.strip("[]").partition(" ")

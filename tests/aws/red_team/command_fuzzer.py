@@ -101,7 +101,8 @@ class Watch:
                 slot.state.call("ssm", "GetParameter", {"Name": _CANARY})
             except Exception as error:
                 yield f"the world of slot {slot.index} was reset: {error}"
-            before, after = self._switches[slot.index], slot.ministack.switches()
+            before = self._switches[slot.index]
+            after = slot.ministack.switches()
             changed = {name for name in after if before.get(name) != after[name] and not _COUNTS.search(name)}
             changed -= _FILLED_IN_LATER
             if changed:
@@ -164,7 +165,8 @@ class Fuzzer:
         return self.tally
 
     def _attempt(self, command: Command) -> Iterator[str]:
-        slot, tally = self._target.slot, self.tally
+        slot = self._target.slot
+        tally = self.tally
         tally.commands += 1
         lost = len(tally.lost)
         results = [self._run(command, lambda: slot.executor.run(read_command(command.line)))]

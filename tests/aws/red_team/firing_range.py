@@ -38,7 +38,8 @@ from tests.aws.red_team.web import WEB_ATTACKS, WEB_ROWS, WebRange
 SECRET = "canary-content-7f3a"
 LIMITS = OutputLimits(timeout_s=6.0)
 _HOST_WORDS = ("Traceback (most recent", "realhf-env-", "site-packages", sys.prefix, sys.base_prefix)
-_ANSWERS, _ANSWER_WORD = Path(own_package(), "aws", "tasks", "warmup.yaml"), "success_criteria"
+_ANSWERS = Path(own_package(), "aws", "tasks", "warmup.yaml")
+_ANSWER_WORD = "success_criteria"
 _TRIGGER_S = 0.15
 _PATIENCE_S = 120.0
 
@@ -51,7 +52,8 @@ class FiringRange:
         self.slot, self.sibling = pool.acquire(), pool.acquire()
         self._limits = self.slot.executor._limits
         self.slot.executor._limits = LIMITS
-        self.secret, self.marker = folder / "secret.txt", folder / "marker"
+        self.secret = folder / "secret.txt"
+        self.marker = folder / "marker"
         self.secret.write_text(SECRET)
         os.environ["REALHF_RED_TEAM_CANARY"] = SECRET
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -73,7 +75,9 @@ class FiringRange:
         command = read_command(self._fill(attack.command))
         before = self.slot.ministack.requests()["count"]
         result = self.slot.executor.run(command)
-        door, behind, texts = _word(result, attack), "", [_said(result)]
+        door = _word(result, attack)
+        behind = ""
+        texts = [_said(result)]
         unseen = self._unseen(before, result)
         if result.refusal is not None:
             try:
@@ -213,7 +217,8 @@ def _table(tried: Sequence[Tried]) -> Table:
         table.add_column(column, overflow="fold")
     for row, title in (ROWS | WEB_ROWS | INSIDE_ROWS).items():
         those = [one for one in tried if one.row == row]
-        expected, observed = _tally(one.expected for one in those), _tally(one.observed for one in those)
+        expected = _tally(one.expected for one in those)
+        observed = _tally(one.observed for one in those)
         behind = _tally(one.behind for one in those if one.behind)
         effects = _tally(effect for one in those for effect in one.effects) or "none"
         style = "" if all(one.held for one in those) else "red"

@@ -26,7 +26,9 @@ from tests.aws.red_team.attacks import Tried
 from tests.aws.red_team.compromised_worker import SENT, CompromisedWorker, forged, framed, versioning_task
 
 INSIDE_ROWS = {22: "a worker that was taken over", 23: "past the audit hook", 24: "a real account"}
-NOTHING, STOPPED, HELD = "changes nothing", "is ended", "held"
+NOTHING = "changes nothing"
+STOPPED = "is ended"
+HELD = "held"
 
 
 def play_inside(pool: MiniStackPool) -> Iterator[Tried]:
@@ -63,7 +65,8 @@ _NOISE = {
 
 
 def _taken_over(slot: Slot) -> Iterator[Tried]:
-    limits, short = slot.executor._limits, OutputLimits(timeout_s=1.0)
+    limits = slot.executor._limits
+    short = OutputLimits(timeout_s=1.0)
     try:
         for name, answer in (_LIES | _NOISE).items():
             episode = Episode(slot)

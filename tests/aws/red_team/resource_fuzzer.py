@@ -124,7 +124,8 @@ class Cases:
         assert shape is not None
         params = {name: self._plain(name, shape.members[name], 0) for name in shape.required_members}
         _put(params, path, self._extreme(leaf), lambda name, inner: self._plain(name, inner, 0), shape)
-        words, files = [service, operation], {}
+        words = [service, operation]
+        files = {}
         for number, (name, value) in enumerate(params.items()):
             option = f"--{xform_name(name, '-')}"
             if isinstance(value, bool):
@@ -285,7 +286,8 @@ class ResourceFuzzer:
         self._give_back(self._slot)
 
     def _attempt(self, case: Case) -> None:
-        slot, tally = self._slot, self.tally
+        slot = self._slot
+        tally = self.tally
         for name, text in case.files.items():
             slot.files.put(name, text.encode()[: 1 << 20])
         before = _peak_bytes(slot.ministack.pid)

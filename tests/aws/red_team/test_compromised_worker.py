@@ -71,7 +71,8 @@ def test_the_environments_worker_does_not_outlive_the_lease(pool: MiniStackPool)
 
 
 def test_half_a_reply_is_waited_for_only_as_long_as_a_command_may_take(slot: Slot, compromise: Compromise) -> None:
-    limits, slot.executor._limits = slot.executor._limits, replace(slot.executor._limits, timeout_s=0.3)
+    limits = slot.executor._limits
+    slot.executor._limits = replace(slot.executor._limits, timeout_s=0.3)
     try:
         compromise(framed(forged())[:20])
         started = time.monotonic()

@@ -101,7 +101,8 @@ def test_a_simulator_and_a_slot_that_are_lost_are_told_apart(
     pool: MiniStackPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fuzzer = ResourceFuzzer(pool)
-    slot, run = fuzzer._slot, fuzzer._slot.executor._exchange
+    slot = fuzzer._slot
+    run = fuzzer._slot.executor._exchange
 
     def killed(*arguments: object) -> object:
         os.kill(slot.ministack.pid, signal.SIGKILL)

@@ -199,7 +199,8 @@ def test_a_reset_restores_the_switches_of_modules(slot: Slot) -> None:
 def test_a_lease_leaves_no_process_behind(slot: Slot) -> None:
     """The next one has a simulator and a worker of its own: whatever a process could hold is gone with it."""
     slot.executor.run("aws s3 ls")
-    simulator, worker = slot.ministack.pid, slot.worker_pid
+    simulator = slot.ministack.pid
+    worker = slot.worker_pid
     slot.scrub()
     assert slot.ministack.pid != simulator and slot.worker_pid != worker
     assert _parsed(slot) == []

@@ -27,7 +27,11 @@ from realhf.aws.tasks.loader import instantiate, load_templates, mistakes
 from realhf.aws.tasks.task import Task
 
 pytestmark = pytest.mark.sim
-CREATE_BUCKET, VERSIONED, ECR, RETENTION, FAN_OUT = 101, 201, 110, 205, 203
+CREATE_BUCKET = 101
+VERSIONED = 201
+ECR = 110
+RETENTION = 205
+FAN_OUT = 203
 
 
 def two_subscriptions(name: str) -> Task:
@@ -92,7 +96,8 @@ def test_layer_2_one_request_pays_once(episode: Episode) -> None:
 
 
 def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode) -> None:
-    shown, told = [], []
+    shown = []
+    told = []
     for task in (instantiate(RETENTION, 3), open_bucket("assets-of-all"), instantiate(FAN_OUT, 3)):
         shown.append(episode.reset(task).observation)
         commands = ["aws logs put-retention-policy", "aws help", *[HINT_COMMAND] * 4, *task.solution]
@@ -101,7 +106,8 @@ def test_layer_3_nothing_shown_holds_criteria_seed_or_solution(episode: Episode)
         told += [change for answer in shown for change in answer.pop("account_changes", [])]
         assert set(masked_task(task) or {}) == {"task_id", "difficulty", "description"}
     assert told, "what the episode's own requests changed is told in their words"
-    text, changes = json.dumps(shown), json.dumps(told)
+    text = json.dumps(shown)
+    changes = json.dumps(told)
     assert "retentionInDays" not in text
     for secret in (
         "success_criteria",
@@ -197,14 +203,17 @@ def test_rewards_of_random_episodes_add_up_to_their_final_scores(pool: MiniStack
     rngs = [random.Random(f"lane {lane}") for lane in range(len(slots))]
 
     def lane(number: int) -> list[float]:
-        rng, episode, totals = rngs[number], Episode(slots[number], max_steps=6, chaos=True), []
+        rng = rngs[number]
+        episode = Episode(slots[number], max_steps=6, chaos=True)
+        totals = []
         for _ in range(episodes // len(slots)):
             task = instantiate(rng.choice(TASKS), rng.randrange(10**6))
             episode.reset(task)
             assert episode._chaos is not None
             episode._chaos = Chaos(0.3, rng, episode._chaos.grader, episode._chaos.state)
             steps = [episode.step(command) for command in _actions(rng, task)]
-            tracker, last = episode._tracker, steps[-1].observation
+            tracker = episode._tracker
+            last = steps[-1].observation
             final = score(
                 last["partial_progress"],
                 achieved=last["task_achieved"],

@@ -55,7 +55,8 @@ def test_a_short_soak_with_kills(tmp_path: Path) -> None:
     assert (tmp_path / "soak.png").stat().st_size > 1000
 
 
-POOL, CONNECTIONS = 8, 1000
+POOL = 8
+CONNECTIONS = 1000
 
 
 @pytest.mark.nightly

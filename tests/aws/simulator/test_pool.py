@@ -68,7 +68,8 @@ def _kill(slot: Slot) -> None:
 
 @pytest.mark.nightly
 def test_leases_are_exclusive_and_exhaustion_says_so(small_pool: MiniStackPool) -> None:
-    first, second = small_pool.acquire(), small_pool.acquire()
+    first = small_pool.acquire()
+    second = small_pool.acquire()
     try:
         assert {first.index, second.index} == {0, 1}
         assert small_pool.free_count == 0
@@ -84,7 +85,8 @@ def test_leases_are_exclusive_and_exhaustion_says_so(small_pool: MiniStackPool) 
 
 
 def test_worlds_are_separate_and_scrubbed(small_pool: MiniStackPool) -> None:
-    first, second = small_pool.acquire(), small_pool.acquire()
+    first = small_pool.acquire()
+    second = small_pool.acquire()
     assert first.executor.run("aws s3 mb s3://only-here").success
     assert second.executor.run("aws s3 mb s3://only-here").success
     first.files.put("note.txt", b"x")
@@ -123,7 +125,9 @@ def test_the_same_seed_draws_the_same_ids(small_pool: MiniStackPool) -> None:
         slot.reset(seed)
         return [slot.executor.run(command).stdout for command in commands]
 
-    first, other_slot, other_seed = play(slots[0], 7), play(slots[1], 7), play(slots[0], 8)
+    first = play(slots[0], 7)
+    other_slot = play(slots[1], 7)
+    other_seed = play(slots[0], 8)
     for slot in slots:
         small_pool.release(slot)
     assert all(first) and first == other_slot
@@ -217,7 +221,8 @@ def test_the_cpu_of_a_simulator_is_bounded_and_one_that_took_much_of_it_is_repla
     small_pool: MiniStackPool, slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A document that unfolds kept one busy for as long as it liked."""
-    pid, (resident, _) = slot.ministack.pid, slot.ministack.usage()
+    pid = slot.ministack.pid
+    (resident, _) = slot.ministack.usage()
     limits = Path(f"/proc/{pid}/limits").read_text()
     assert re.search(rf"^Max cpu time +{SIMULATOR_CPU_S} +{SIMULATOR_CPU_S} ", limits, re.MULTILINE), limits
     assert f"{SIMULATOR_MEMORY_MB} MiB of memory and {SIMULATOR_CPU_S} s of CPU" in small_pool.containment()

@@ -78,7 +78,8 @@ def test_reference_slots_that_do_not_start_report_it_and_start_again_for_the_nex
         raise RuntimeError("MiniStack did not come up")
 
     reference_slots.begin("it runs", lambda slot: None).result(30)
-    ministack, reference_slots._started = reference_slots._slot.ministack, False
+    ministack = reference_slots._slot.ministack
+    reference_slots._started = False
     ministack.stop()
     monkeypatch.setattr(ministack, "wait_healthy", does_not_come_up)
     with pytest.raises(SimulatorLost, match="own plays: MiniStack did not come up"):
@@ -118,7 +119,8 @@ def test_whatever_keeps_a_target_from_being_made_ends_the_episode_as_no_episode(
         raise error
 
     monkeypatch.setattr(world, "make_targets", fails)
-    episode, task = Episode(slot), instantiate(204, 0, "train")
+    episode = Episode(slot)
+    task = instantiate(204, 0, "train")
     episode.reset(task, seed=_UNUSED_SEED)
     with pytest.raises(EpisodeError, match=f"task 204: {type(error).__name__}"):
         episode.step(task.solution[0])

@@ -46,7 +46,9 @@ def test_least_recently_used_first() -> None:
 
 
 def test_sixty_four_threads_never_hold_the_same() -> None:
-    book, held, problems = a_free_book(5), set(), []
+    book = a_free_book(5)
+    held = set()
+    problems = []
     guard = threading.Lock()
 
     def compete() -> None:
@@ -75,7 +77,8 @@ def test_sixty_four_threads_never_hold_the_same() -> None:
 
 def test_a_lease_ends_once_and_only_by_its_holder() -> None:
     book = a_free_book(1)
-    first, second = object(), object()
+    first = object()
+    second = object()
     book.grant(book.take(), first)
     book.give_back(0, first)
     with pytest.raises(ValueError, match="not leased"):
@@ -212,16 +215,30 @@ def test_the_first_text_after_a_reset_is_taken_in_also_when_it_is_the_only_one()
 
 def test_switches_come_back_and_running_things_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     fake: Any = ModuleType("ministack.fake_service")
-    fake.ENGINE, fake._counter, fake._scale, fake._flag, fake._words = "auto", 0, 1.0, False, ("a", "b")
-    fake._key, fake._thread, fake._store = None, None, {}
-    fake._poller_started, fake._generation = False, 1
+    fake.ENGINE = "auto"
+    fake._counter = 0
+    fake._scale = 1.0
+    fake._flag = False
+    fake._words = ("a", "b")
+    fake._key = None
+    fake._thread = None
+    fake._store = {}
+    fake._poller_started = False
+    fake._generation = 1
     monkeypatch.setitem(sys.modules, "ministack.fake_service", fake)
     switches = ModuleSwitches()
     before = switches.values()
     assert switches.restore() == []
-    fake.ENGINE, fake._counter, fake._scale, fake._flag, fake._words = {"a": 1}, 7, 1, True, ("a", "c")
-    fake._key, fake._thread, fake._store = "secret", threading.Lock(), {"kept": "by the service's own reset"}
-    fake._poller_started, fake._generation = True, 2
+    fake.ENGINE = {"a": 1}
+    fake._counter = 7
+    fake._scale = 1
+    fake._flag = True
+    fake._words = ("a", "c")
+    fake._key = "secret"
+    fake._thread = threading.Lock()
+    fake._store = {"kept": "by the service's own reset"}
+    fake._poller_started = True
+    fake._generation = 2
     assert set(switches.restore()) == {
         f"ministack.fake_service.{name}" for name in ("ENGINE", "_counter", "_scale", "_flag", "_words", "_key")
     }

@@ -85,7 +85,8 @@ def test_heldout_names_are_unseen_pairs() -> None:
         names = (instantiate(t.task_id, seed, split).params["name"] for t in STARTERS for seed in range(40))
         return {tuple(name.split("-")[:2]) for name in names}  # type: ignore[misc]
 
-    train, heldout = pairs("train"), pairs("heldout")
+    train = pairs("train")
+    heldout = pairs("heldout")
     assert len(train) > 700 and len(heldout) > 350
     assert not train & heldout
     share = sum(is_heldout_pair(a, n) for a in ADJECTIVES for n in NOUNS) / 3600

@@ -146,7 +146,8 @@ def test_another_wrong_value_over_one_that_drifted_is_a_needless_write(episode: 
             assert play(episode, task, [removed, *repairs], drifts) == (True, 1.0), "what is in the way may go first"
     both = "aws lambda update-function-configuration --function-name {} --timeout {} --environment {}"
     task = instantiate(506, 0)
-    name, right = task.params["name"], with_drifts(task, [0, 2]).solution
+    name = task.params["name"]
+    right = with_drifts(task, [0, 2]).solution
     assert play(episode, task, right, [0, 2]) == (True, 1.0)
     half = both.format(name, "7", "Variables={STAGE=production}")
     assert play(episode, task, [half, *right], [0, 2])[1] <= 0.5, "one is mended, and one is spoilt"

@@ -123,7 +123,8 @@ def test_further_phrasings_say_what_those_of_the_template_say_and_train_alone() 
 
 @pytest.mark.slow
 def test_held_out_templates_do_not_read_like_train_templates() -> None:
-    kept, seen = load_templates(split="heldout"), load_templates(split="train")
+    kept = load_templates(split="heldout")
+    seen = load_templates(split="train")
     assert kept and seen
     copies = [
         f"{template.name} and {other.name}: {likeness(one, two):.2f}"

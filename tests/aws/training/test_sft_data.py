@@ -128,7 +128,8 @@ def test_every_task_is_solved_after_a_mistake(pool: MiniStackPool) -> None:
 def test_a_slip_is_wrong_and_is_never_imitated() -> None:
     """It is another command than the right one: without one of its options, whose quotes stay whole, or of an operation
     that there is not, and then the operations of the service are looked up."""
-    rng, seen = random.Random(1), set()
+    rng = random.Random(1)
+    seen = set()
     for template in load_templates():
         for command in instantiate(template.task_id, 3).solution:
             wrong, *help_line = slip(command, rng, 400)
@@ -142,7 +143,8 @@ def test_a_slip_is_wrong_and_is_never_imitated() -> None:
             if wrong.command.split()[2] != operation:
                 assert wrong.command.split()[2] not in ALLOWED[service] and wrong.command.split()[1] == service
             else:
-                left, all_of = wrong.command.split(" --"), command.split(" --")
+                left = wrong.command.split(" --")
+                all_of = command.split(" --")
                 [out] = [text for text in all_of if text not in left]
                 assert len(left) == len(all_of) - 1 and out.split()[0] in _required_options(service, operation)
     assert seen == {False, True}

@@ -112,7 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         templates = select_templates(options.ids, options.tiers)
     except TaskError as error:
         parser.error(str(error))
-    console, began = Console(width=None if sys.stdout.isatty() else 160), time.monotonic()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    began = time.monotonic()
     reports = play_against(templates, options.seeds, options.pool_size, console)
     console.print(play_table(reports))
     console.print(summary_table(reports))

@@ -66,7 +66,8 @@ def _grants(
         return
     source = _source(row, command)
     for target in _targets(row, command, line):
-        service, name = target.split(":")[2], re.split("[:/]", target)[-1]
+        service = target.split(":")[2]
+        name = re.split("[:/]", target)[-1]
         if service not in _HAS_GRANTS or not source or "${" in target:
             continue
         if any(re.search(_HAS_GRANTS[service], one) and name in one for one in lines):

@@ -44,7 +44,8 @@ def given_defaults(task: Task) -> Iterator[Mutant]:
                     continue
                 value = _value(row, options)
                 for path in _paths(shapes, options, row["path"].replace("[]", "").split("/"), ()) if value else ():
-                    about, what = f"command {place + 1}", ".".join(map(str, path))
+                    about = f"command {place + 1}"
+                    what = ".".join(map(str, path))
                     changed = with_member(line, path, value)
                     if changed:
                         commands = replaced(task.solution, place, changed)

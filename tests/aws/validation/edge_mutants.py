@@ -47,7 +47,8 @@ def beside(task: Task) -> Iterator[Mutant]:
     for service in sorted(services):
         for operation, making in makings(service, _WAYS):
             where = f"{service} {operation}"
-            own, anew = making.called(OWN_NAME), MAKES_ANEW.match(operation) is not None
+            own = making.called(OWN_NAME)
+            anew = MAKES_ANEW.match(operation) is not None
             left: Expected = "unpaid" if own != making.lines or anew else ""
             as_asked = stacks or (service, operation) in used or len(making.lines) > 1 or not anew
             namesake: Expected = "" if as_asked else left

@@ -97,10 +97,8 @@ def _by_arn(command: CommandLine) -> CommandLine | None:
         if pattern and len(values) == 1 and not values[0].startswith(("arn:", "${")):
             values = (f"arn:aws:{pattern.format(account=ACCOUNT_ID, name=values[0].removeprefix('/'))}",)
         elif (command.service, name) in _ARN_OPTIONS:
-            name, values = (
-                _ARN_OPTIONS[command.service, name],
-                (f"arn:aws:kinesis:us-east-1:{ACCOUNT_ID}:stream/{values[0]}",),
-            )
+            name = _ARN_OPTIONS[command.service, name]
+            values = (f"arn:aws:kinesis:us-east-1:{ACCOUNT_ID}:stream/{values[0]}",)
         options.append((name, values))
     return replace(command, options=tuple(options))
 

@@ -36,7 +36,8 @@ from tests.aws.validation.command_line import (
 OPEN_POLICY = '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Principal":"*","Action":"*","Resource":"*"}]}'
 """A policy that lets anybody do anything."""
 EVERYWHERE = "0.0.0.0/0"
-OTHER_ACCOUNT, OTHER_REGION = "444455556666", "eu-west-1"
+OTHER_ACCOUNT = "444455556666"
+OTHER_REGION = "eu-west-1"
 _REGION = "us-east-1"
 _OPPOSITES: Mapping[str, str] = MappingProxyType(
     {"Allow": "Deny", "true": "false", "True": "False", "Enabled": "Suspended", "ENABLED": "DISABLED"}

@@ -33,7 +33,8 @@ MAX_STEPS = 64
 _SHOWN = 6
 """Most differences that are kept of one mutant."""
 _UNDER_WAY = frozenset({"pending", "creating", "inprogress", "updating", "deleting", "modifying"})
-_SETTLE_S, _SETTLE_TRIES = 0.3, 5
+_SETTLE_S = 0.3
+_SETTLE_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def play_mutant(episode: Episode, task: Task, mutant: Mutant, goals: Goals) -> P
     run = run_commands(episode, task, mutant.commands)
     differences = told = ["the simulator was lost"]
     if not run.lost:
-        end, freedom = take_snapshot(episode.slot), build_freedom(task)
+        end = take_snapshot(episode.slot)
+        freedom = build_freedom(task)
         verdicts = [EpisodeComparison(run.start, TargetGoal(target, freedom)).judge(end) for target in goal.targets]
         differences = min((verdict.describe() for verdict in verdicts), key=len)
         differences += [word for word in episode.missing() if word.startswith("asked otherwise")]

@@ -78,7 +78,8 @@ def _fields(task: Task) -> Iterator[Mutant]:
 
 
 def _orders(task: Task) -> Iterator[Mutant]:
-    lines, words = task.solution, words_of(task)
+    lines = task.solution
+    words = words_of(task)
     last = len(lines) - 1
     for place, line in enumerate(lines):
         about = f"command {place + 1}"
@@ -116,7 +117,8 @@ def _neighbours(task: Task) -> Iterator[Mutant]:
             yield Mutant("neighbour", "a world of one's own first", "", what, _followed(own + rest, lines))
         for place, line in enumerate(lines):
             if pattern(line) != line:
-                about, other = f"command {place + 1}", pattern(line)
+                about = f"command {place + 1}"
+                other = pattern(line)
                 yield Mutant("neighbour", "one for another name", about, what, replaced(lines, place, other))
                 yield Mutant("neighbour", "one for another name first", about, what, inserted(lines, place, [other]))
     yield from _copies_of_the_setup(task)
@@ -186,7 +188,8 @@ def _other_parts_of_the_network(lines: Sequence[str]) -> Iterator[Mutant]:
 
 
 def _damages(task: Task) -> Iterator[Mutant]:
-    words, lines = words_of(task).before(0), task.solution
+    words = words_of(task).before(0)
+    lines = task.solution
     world = [(f"setup{number}", command) for number, command in enumerate(task.setup, 1)]
     world += [(f"decoy{number}", command) for number, command in enumerate(task.decoys, 1)]
     for answer, command in world:
@@ -222,7 +225,8 @@ def _blind(task: Task) -> Iterator[Mutant]:
     """Yield the whole specification of a drift task applied without a look, and after a wrong write of each field."""
     if not task.possible_drifts:
         return
-    whole, words = tuple(whole_state(task)), words_of(task).before(0)
+    whole = tuple(whole_state(task))
+    words = words_of(task).before(0)
     yield Mutant("blind", "the whole specification", "", "as it stands", whole)
     yield Mutant("blind", "the whole specification", "", "backwards", whole[::-1])
     yield Mutant("blind", "the whole specification", "", "after the repair", (*task.solution[:-1], *whole))

@@ -33,7 +33,8 @@ from tests.aws.validation.mutants import mutants_of
 
 ABOVE_WARMUP = TIERS[1:]
 MOST = 140
-MAX_WRONGLY_PAID, MAX_WRONGLY_REFUSED = 0.001, 0.005
+MAX_WRONGLY_PAID = 0.001
+MAX_WRONGLY_REFUSED = 0.005
 """Largest shares of all mutants."""
 _FILE_COLUMNS = 160
 
@@ -186,7 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = [turn for turn, key in zip(turns, keys, strict=True) if key not in record]
     known = len(results)
     broken: list[int] = []
-    began, interrupted = time.monotonic(), False
+    began = time.monotonic()
+    interrupted = False
     with options.output.open("a") if options.output else nullcontext() as file:
         try:
             for turn, result in play_all(left, options.pool_size, console):

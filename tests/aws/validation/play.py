@@ -122,7 +122,8 @@ def run_commands(episode: Episode, task: Task, commands: Sequence[str], drifts: 
     """Set the task up without chaos, with these drifts (None: those that its seed draws), and send commands until it is
     done. Raises what ``Episode.reset`` and ``step`` raise."""
     achieved = episode.reset(task, chaos=False, drifts=drifts).observation["task_achieved"]
-    run, outputs = Run(take_snapshot(episode.slot), achieved), list[str]()
+    run = Run(take_snapshot(episode.slot), achieved)
+    outputs = list[str]()
     for place, command in enumerate(commands):
         if episode.done:
             break

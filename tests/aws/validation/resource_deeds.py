@@ -95,7 +95,8 @@ def _filled(
 ) -> Iterator[dict[str, Any]]:
     """Yield parameters for the operation: what identifies the resource out of ``known``, and for an update one more
     member, made up. None where the operation is not about it."""
-    every, required = members(model.input_shape), required_members(model.input_shape)
+    every = members(model.input_shape)
+    required = required_members(model.input_shape)
     given: dict[str, Any] = {}
     made_up: dict[str, list[Any]] = {}
     for name, member in every.items():
@@ -127,7 +128,8 @@ def _filled(
 
 def _identity(name: str, shape: Shape, noun: str, known: Mapping[str, Any]) -> Any:
     """Return what ``known`` gives a member that identifies the resource; None where it is another thing."""
-    lower, noun = name.lower(), noun.lower()
+    lower = name.lower()
+    noun = noun.lower()
     inner = element(shape) if shape.type_name == "list" else None
     if inner is not None and inner.type_name == "string":
         single = _identity(name.removesuffix("List").removesuffix("s"), inner, noun, known)

@@ -78,7 +78,8 @@ def test_each_member_of_a_command_is_given_or_changed_once() -> None:
 
 def test_the_least_grant_is_to_be_paid_and_none_that_is_wider() -> None:
     found = {(one.place, one.what): one for one in companions(instantiate(203, 0))}
-    least, wide = found["topic to queue", "for the source"], found["topic to queue", "anybody"]
+    least = found["topic to queue", "for the source"]
+    wide = found["topic to queue", "anybody"]
     assert (least.expected, wide.expected) == ("paid", "unpaid")
     assert extra(least)[0].startswith("aws sqs get-queue-url") and "sns.amazonaws.com" in extra(least)[1]
     widened = [one for one in found.values() if one.expected == "unpaid"]

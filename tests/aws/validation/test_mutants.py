@@ -193,7 +193,9 @@ def test_a_mutant_is_compared_with_what_the_solution_leaves(slot: Slot) -> None:
 def test_a_sample_of_mutants_is_judged_by_grader_snapshots_and_describe_calls_alike(
     template: Template, slot: Slot
 ) -> None:
-    task, goals, episode = instantiate(template.task_id, 0), Goals(), Episode(slot, MAX_STEPS)
+    task = instantiate(template.task_id, 0)
+    goals = Goals()
+    episode = Episode(slot, MAX_STEPS)
     results = [play_mutant(episode, task, mutant, goals) for mutant in mutants_of(task, SAMPLE, 1)]
     assert not [one for one in results if one.wrongly_paid or one.wrongly_refused]
     told = [one for one in results if one.achieved and one.doubtful and not all(map(_is_former_value, one.told))]

@@ -162,7 +162,8 @@ def chosen(template: Template, play: Play) -> bool:
 @pytest.mark.sim
 @pytest.mark.parametrize("template_id", SAMPLE)
 def test_every_play_scores_within_the_bounds_of_its_class(slot: Slot, template_id: int) -> None:
-    template, task = get_template(template_id), instance_to_play(template_id, SEED)
+    template = get_template(template_id)
+    task = instance_to_play(template_id, SEED)
     outcomes = [perform(Episode(slot, MAX_STEPS), task, play) for play in plays_of(task) if chosen(template, play)]
     assert outcomes
     assert not [f"{one.play.kind}, {one.play.name}: {one.problem}" for one in outcomes if one.problem]

@@ -61,7 +61,8 @@ def test_least_privilege(episode: Episode, document: str, right: bool) -> None:
 
 
 def test_least_privilege_is_not_kept_by_a_second_policy(episode: Episode) -> None:
-    small, all_of_it = policy(allow("s3:GetObject", DATA)), policy(allow("*", "*"))
+    small = policy(allow("s3:GetObject", DATA))
+    all_of_it = policy(allow("*", "*"))
     name = instantiate(415, SEED).params["name"]
     second = f"aws iam put-role-policy --role-name {name} --policy-name more --policy-document '{all_of_it}'"
     assert played(episode, 415, second, PUT_ROLE_POLICY, policy=small.replace("{name}", name)) < 1
@@ -213,7 +214,8 @@ def test_a_namesake_is_in_nobodys_way(episode: Episode) -> None:
 @pytest.mark.parametrize("task_id", [221, 301])
 def test_nobody_becomes_an_administrator_by_the_way(episode: Episode, task_id: int) -> None:
     task = instantiate(task_id, SEED)
-    kind, place = "role", 1
+    kind = "role"
+    place = 1
     who = f"--{kind}-name {task.params['name']}"
     for right in ("logs:PutLogEvents", "*", "iam:*"):
         put = f"aws iam put-{kind}-policy {who} --policy-name more --policy-document '{policy(allow(right, '*'))}'"

@@ -90,7 +90,8 @@ def changed(model: Any) -> dict[str, torch.Tensor]:
 def test_turns_that_come_and_go_get_the_tokens_they_get_alone(
     tiny_model: Any, architecture: str, max_rows: int
 ) -> None:
-    model, rng = tiny_model(architecture), random.Random(3)
+    model = tiny_model(architecture)
+    rng = random.Random(3)
     common = [rng.randrange(3, 97) for _ in range(20)]
     texts = {slot: common[: rng.randrange(5, 21)] + [rng.randrange(3, 97) for _ in range(9)] for slot in range(10)}
     texts[4] = list(texts[3])
@@ -106,7 +107,8 @@ def test_turns_that_come_and_go_get_the_tokens_they_get_alone(
                 if rng.random() < 0.3:
                     until_tokens(client.engine, int(client.engine.stats()["generated_tokens"]) + 1)
             for slot, request in requests.items():
-                output, expected = client.output(slot), alone(model, request, configs[slot], range(8))
+                output = client.output(slot)
+                expected = alone(model, request, configs[slot], range(8))
                 assert (output.token_ids, output.finish_reason) == (expected.token_ids, expected.finish_reason)
                 torch.testing.assert_close(
                     torch.tensor(output.logprobs), torch.tensor(expected.logprobs), atol=1e-4, rtol=0
@@ -137,10 +139,12 @@ def test_new_weights_come_between_two_tokens(long_model: Any, tiny_model: Any, k
         assert client.engine.stats()["weight_pause_ms"] > 0
         client.engine.abort(list(prompts))
         outputs = {slot: client.output(slot) for slot in prompts}
-    first, updated = tiny_model("qwen3", POSITIONS), tiny_model("qwen3", POSITIONS)
+    first = tiny_model("qwen3", POSITIONS)
+    updated = tiny_model("qwen3", POSITIONS)
     updated.load_state_dict(new, strict=False)
     for slot, output in outputs.items():
-        old, n = output.versions.count(0), len(output.token_ids)
+        old = output.versions.count(0)
+        n = len(output.token_ids)
         assert 0 < old < n and output.versions == [0] * old + [3] * (n - old)
         before = logprobs_under(first, prompts[slot], output.token_ids)
         after = logprobs_under(updated, prompts[slot], output.token_ids)
@@ -152,7 +156,8 @@ def test_new_weights_come_between_two_tokens(long_model: Any, tiny_model: Any, k
 
 def test_weights_are_taken_whole_or_not_at_all(tiny_model: Any) -> None:
     model = tiny_model()
-    new, name = changed(model), "model.layers.1.mlp.up_proj.weight"
+    new = changed(model)
+    name = "model.layers.1.mlp.up_proj.weight"
     missing = {key: value for key, value in new.items() if key != name}
     request = GenRequest(0, [5, 6, 7], seed=1)
     with running(model, version=4) as client:
@@ -212,7 +217,8 @@ def test_aborted_requests_keep_their_tokens_and_free_their_place(long_model: Any
             client.submit(request, SHORT if request.slot == 2 else LONG, stop_ids=())
         until_tokens(client.engine, 6)
         client.engine.abort([0, 3, 99])
-        first, last = client.output(0), client.output(3)
+        first = client.output(0)
+        last = client.output(3)
         assert (first.finish_reason, last.finish_reason) == ("aborted", "aborted")
         assert first.token_ids and last.token_ids == []
         assert client.output(2).token_ids == alone(tiny_model(), requests[2], SHORT, ()).token_ids
@@ -298,7 +304,9 @@ def test_requests_without_a_seed_differ(tiny_model: Any) -> None:
 
 def test_a_replica_keeps_the_weights_that_it_was_made_with(tiny_model: Any) -> None:
     """Also while the engine itself is in the middle of a turn, takes others, and is closed."""
-    model, request, greedy = tiny_model(), GenRequest(0, [5, 6, 7], seed=1), GenConfig(max_new_tokens=12, temperature=0)
+    model = tiny_model()
+    request = GenRequest(0, [5, 6, 7], seed=1)
+    greedy = GenConfig(max_new_tokens=12, temperature=0)
     with running(model, version=4) as client:
         client.submit(GenRequest(1, [5, 6], seed=2), SHORT, stop_ids=())
         second = client.engine.replica()

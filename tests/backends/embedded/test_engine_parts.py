@@ -61,7 +61,8 @@ def test_a_number_does_not_depend_on_its_company_and_seeds_may_be_any_integer() 
 @pytest.mark.parametrize("max_rows", [None, 12, 9])
 def test_contents_follow_their_slot_through_random_turns(max_rows: int | None) -> None:
     rng = random.Random(0)
-    table, rows = RowTable(max_rows), np.full(0, -1)
+    table = RowTable(max_rows)
+    rows = np.full(0, -1)
     content: dict[int, int] = {}
     busy: set[int] = set()
     for stamp in range(400):
@@ -125,7 +126,8 @@ def test_persistent_buffers_travel_with_the_parameters(tiny_model: Any) -> None:
         model.model.register_buffer("scratch", torch.full((2,), float(fill)), persistent=False)
         return model
 
-    engine, other = TorchEngine(made(7), None, optimizer=OptimizerConfig(), total_train_steps=1), made(0)
+    engine = TorchEngine(made(7), None, optimizer=OptimizerConfig(), total_train_steps=1)
+    other = made(0)
     with torch.no_grad():
         engine.model.model.embed_tokens.weight.add_(1.0)
     weights = engine.weights()
@@ -157,7 +159,8 @@ def test_values_and_gradients_are_those_of_the_model() -> None:
     g = torch.Generator().manual_seed(0)
     for shape in ((2, 5, 12), (2, 3, 4, 12), (1, 12)):
         x, grad = (torch.randn(shape, generator=g) for _ in range(2))
-        expected, module = outcome(norm(12), x, grad), norm(12)
+        expected = outcome(norm(12), x, grad)
+        module = norm(12)
         assert use_few_pass_norms(module) == 1 and type(module[0]) is FewPassNorm
         for found, wanted in zip(outcome(module, x, grad), expected, strict=True):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -255,9 +258,11 @@ def test_a_tied_weight_gets_both_gradients():
 
 
 def test_a_large_weight_is_worth_it_from_a_few_rows_on() -> None:
-    large, small = torch.empty(1 << 16, 64), torch.empty(1 << 10, 64)
+    large = torch.empty(1 << 16, 64)
+    small = torch.empty(1 << 10, 64)
     assert rows_of_product(large)[0] == 4 and rows_of_product(small)[0] == LEAST_ROWS
-    weight, rows = torch.randn(1 << 16, 64, generator=torch.Generator().manual_seed(0)), torch.ones(5, 64)
+    weight = torch.randn(1 << 16, 64, generator=torch.Generator().manual_seed(0))
+    rows = torch.ones(5, 64)
     assert suits(weight)
     torch.testing.assert_close(product(rows, weight), rows @ weight.t())
 
@@ -265,7 +270,8 @@ def test_a_large_weight_is_worth_it_from_a_few_rows_on() -> None:
 def test_on_a_processor_that_mkl_favours_layers_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Except for few rows of a large weight, where reading it takes the time."""
     monkeypatch.setattr(kernels, "favoured_by_mkl", lambda: True)
-    large, small = torch.empty(1 << 16, 64), torch.empty(1 << 10, 64)
+    large = torch.empty(1 << 16, 64)
+    small = torch.empty(1 << 10, 64)
     assert use_onednn(nn.Linear(8, 8)) == 0 and not trains_faster(large)
     assert suits(large) and 8 in rows_of_product(large) and 2048 not in rows_of_product(large)
     assert not rows_of_product(small)
@@ -281,13 +287,16 @@ def filled(columns: int = 128) -> RowCache:
 @torch.inference_mode()
 def test_logits_equal_the_modules_for_mixed_passes(tiny_model: Any, architecture: str) -> None:
     """Rows 1 to 4 share 70 tokens, 5 does not; pieces of all sizes join while others decode."""
-    model, rng = tiny_model(architecture), np.random.default_rng(0)
+    model = tiny_model(architecture)
+    rng = np.random.default_rng(0)
     text = rng.integers(0, 97, size=(6, 120))
     text[1:5, :70] = text[1, :70]
-    cache, other = filled(), filled()
+    cache = filled()
+    other = filled()
     fast = fast_decoder(model, cache)
     assert fast is not None
-    slow, held = ModulePass(model, other, 192), [0] * 6
+    slow = ModulePass(model, other, 192)
+    held = [0] * 6
     plans = [
         ([], [(1, 75), (5, 3)]),
         ([1, 5], [(2, 71), (3, 80)]),
@@ -301,7 +310,8 @@ def test_logits_equal_the_modules_for_mixed_passes(tiny_model: Any, architecture
         positions = np.array([held[row] for row in ready], dtype=np.int64)
         decoding = Decoding(rows, text[rows, positions], positions, text) if ready else None
         pieces = [PrefillPiece(row, held[row], text[row, held[row] : held[row] + n]) for row, n in joining]
-        got, expected = fast.run(decoding, pieces), slow.run(decoding, pieces)
+        got = fast.run(decoding, pieces)
+        expected = slow.run(decoding, pieces)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
         for row in ready:
             held[row] += 1
@@ -316,7 +326,8 @@ def test_logits_equal_the_modules_for_mixed_passes(tiny_model: Any, architecture
 @torch.inference_mode()
 def test_weights_copied_in_place_or_replaced_are_seen(tiny_model: Any) -> None:
     model = tiny_model()
-    decoder, piece = FastDecoder(model, filled()), PrefillPiece(0, 0, np.arange(5))
+    decoder = FastDecoder(model, filled())
+    piece = PrefillPiece(0, 0, np.arange(5))
     layer = model.model.layers[0].mlp.up_proj
     layer.weight.mul_(1.5)
     torch.testing.assert_close(decoder.run(None, [piece])[0], model(torch.arange(5)[None]).logits[0, -1])

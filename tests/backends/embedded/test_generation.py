@@ -29,7 +29,8 @@ def full_forward_logprobs(model: Any, prefix: list[int], tokens: list[int], temp
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logprobs_equal_full_forward_over_turns_with_kept_caches(tiny_model: Any, architecture: str) -> None:
-    model, rng = tiny_model(architecture), random.Random(1)
+    model = tiny_model(architecture)
+    rng = random.Random(1)
     engine = EmbeddedGenerator(model)
     common = [rng.randrange(97) for _ in range(20)]
     texts = {slot: common + [rng.randrange(97) for _ in range(rng.randrange(0, 30))] for slot in range(9)}
@@ -53,7 +54,8 @@ def test_logprobs_equal_full_forward_over_turns_with_kept_caches(tiny_model: Any
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_equals_transformers_generate(tiny_model: Any, architecture: str) -> None:
-    model, rng = tiny_model(architecture), random.Random(2)
+    model = tiny_model(architecture)
+    rng = random.Random(2)
     prompts = [[rng.randrange(3, 97) for _ in range(n)] for n in (1, 5, 17, 30)]
     requests = [GenRequest(i, p) for i, p in enumerate(prompts)]
     outputs = EmbeddedGenerator(model).generate(
@@ -74,7 +76,8 @@ def test_greedy_equals_transformers_generate(tiny_model: Any, architecture: str)
 
 
 def _run(engine: EmbeddedGenerator, prompts: list[list[int]], **options: Any) -> list[GenOutput]:
-    seed, stop_ids = options.pop("seed", 0), options.pop("stop_ids", ())
+    seed = options.pop("seed", 0)
+    stop_ids = options.pop("stop_ids", ())
     requests = [GenRequest(i, p) for i, p in enumerate(prompts)]
     return engine.generate(requests, GenConfig(**options), stop_ids=stop_ids, seed=seed)
 
@@ -125,7 +128,8 @@ def test_freed_slots_are_computed_again(tiny_model: Any) -> None:
 @pytest.mark.slow
 def test_sampling_follows_the_distribution(tiny_model: Any) -> None:
     """4,000 draws of one next token: every frequency within five standard errors of its probability."""
-    model, n = tiny_model(), 4000
+    model = tiny_model()
+    n = 4000
     outputs = _run(EmbeddedGenerator(model), [[7, 8, 9]] * n, max_new_tokens=1, temperature=1.5, seed=1)
     with torch.no_grad():
         p = (model(input_ids=torch.tensor([[7, 8, 9]])).logits[0, -1] / 1.5).softmax(-1)
@@ -224,7 +228,8 @@ def test_chunks_give_the_greedy_turn_of_one_call(tiny_model: Any) -> None:
     whole = EmbeddedGenerator(model).generate(
         [GenRequest(0, prefix)], GenConfig(max_new_tokens=11, temperature=0.0), stop_ids=[], seed=0
     )[0]
-    engine, config = EmbeddedGenerator(model), GenConfig(max_new_tokens=11, temperature=0.0, new_tokens_per_chunk=4)
+    engine = EmbeddedGenerator(model)
+    config = GenConfig(max_new_tokens=11, temperature=0.0, new_tokens_per_chunk=4)
     tokens: list[int] = []
     reasons = []
     while reasons[-1:] != ["length"]:
@@ -289,7 +294,8 @@ def test_a_bound_on_the_cache_makes_requests_wait_and_changes_no_token(tiny_mode
 
 def test_the_size_of_a_cache_is_an_option_or_a_share_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that has a GPU for itself used to take more than there is."""
-    cpu, second = torch.device("cpu"), torch.device("cuda", 1)
+    cpu = torch.device("cpu")
+    second = torch.device("cuda", 1)
     for shared in (True, False):
         assert cache_bytes(0.5, cpu, shared=shared) == cache_bytes(0.5, second, shared=shared) == 1 << 29
     assert cache_bytes(None, cpu, shared=True) is None, "without a GPU it takes what it needs"

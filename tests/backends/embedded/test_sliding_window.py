@@ -140,7 +140,8 @@ def test_a_row_that_idles_does_not_lengthen_the_text_of_others() -> None:
     shape = {**SHAPE, "sliding_window": None, "original_max_position_embeddings": 60}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(Phi3Config(**shape, rope_parameters=rope)).eval()
-    core, over = DecodeCore(model), []
+    core = DecodeCore(model)
+    over = []
     turns = [
         Turn(GenRequest(slot, [5 + slot] * 9), GenConfig(max_new_tokens=24), frozenset(), budget, stream=slot)
         for slot, budget in ((0, 2), (1, 24))

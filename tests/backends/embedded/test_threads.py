@@ -32,8 +32,11 @@ class SimulatedMachine:
     """Cores, strangers that keep some of them busy, and a clock: the account and the spinning of one process."""
 
     def __init__(self, cores: int, strangers: float = 0.0) -> None:
-        self.cores, self.strangers, self.now = cores, strangers, 0.0
-        self.short, self.switches = False, 0
+        self.cores = cores
+        self.strangers = strangers
+        self.now = 0.0
+        self.short = False
+        self.switches = 0
         self._waited = 0.0
 
     def compute(self, threads: ComputeThreads, windows: int) -> None:
@@ -190,7 +193,8 @@ def test_the_kernel_tells_that_a_thread_waits_for_a_core_that_a_stranger_keeps_b
     try:
         os.sched_setaffinity(stranger.pid, {min(mine)})
         os.sched_setaffinity(0, {min(mine)})
-        before, deadline = account.waited_s(), time.monotonic() + 60
+        before = account.waited_s()
+        deadline = time.monotonic() + 60
         while account.waited_s() - before < 0.02 and time.monotonic() < deadline:
             sum(range(100_000))
         assert account.waited_s() - before >= 0.02

@@ -28,7 +28,8 @@ def ranks_of(world: World, size: int, sharded: bool = False) -> GroupRanks:
 
 def overlapping(world: World, rank: int, size: int) -> dict[str, list[float]]:
     """Sum in groups that share members without being equal, one after the other."""
-    groups, found = ([0, 1], [1, 2], [0, 1, 2], [0, 2], [0, 1]), {}
+    groups = ([0, 1], [1, 2], [0, 1, 2], [0, 2], [0, 1])
+    found = {}
     world.found(groups)
     for number, workers in enumerate(groups):
         if rank in workers:

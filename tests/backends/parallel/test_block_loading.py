@@ -50,7 +50,8 @@ def test_what_ranks_read_part_by_part_is_the_model_of_the_folder(tmp_path: Path)
     outcomes = results(run_ranks(2, loading.load_all, 2, folders, str(tmp_path / "out")))
     for rank, found in enumerate(outcomes):
         for (path, head), told in zip(folders, found, strict=True):
-            parts, whole = told["parts"], told["whole"]
+            parts = told["parts"]
+            whole = told["whole"]
             for key in ("before", "after", "loss", "tied", "meta", "config", "files"):
                 assert parts[key] == whole[key], (rank, path, head, key)
             assert parts["meta"] == [] and parts["said"] == [] and parts["before"] != parts["after"]

@@ -51,7 +51,8 @@ def batch(step: int, name: str = "") -> SequenceSample:
     groups = GROUPS[step]
     g = torch.Generator().manual_seed(step)
     lengths = [n for group in groups for n in group]
-    total, n = sum(lengths), len(lengths)
+    total = sum(lengths)
+    n = len(lengths)
     tensors = {
         "packed_input_ids": torch.randint(0, 50, (total,), generator=g),
         "loss_mask": torch.rand(total, generator=g) < 0.6,
@@ -60,7 +61,8 @@ def batch(step: int, name: str = "") -> SequenceSample:
         "rewards": torch.rand(n, generator=g),
         "outcome": torch.zeros(n, dtype=torch.uint8),
     }
-    shifted, single = [[m - 1 for m in group] for group in groups], [[1] * len(group) for group in groups]
+    shifted = [[m - 1 for m in group] for group in groups]
+    single = [[1] * len(group) for group in groups]
     seqlens = {
         "packed_input_ids": groups, "loss_mask": groups, "packed_logprobs": shifted,
         "packed_ref_logprobs": shifted, "rewards": single, "outcome": single,
@@ -88,8 +90,10 @@ PUBLISHED = {
 def scored_batch(step: int) -> SequenceSample:
     """With everything that any algorithm reads: several rows of a rollout, a rollout that failed, two turns a row, and
     a policy that moved since it sampled, in every other sequence far enough to be masked."""
-    sample, g = batch(step), torch.Generator().manual_seed(70 + step)
-    ids, single = sample.seqlens["packed_input_ids"], sample.seqlens["rewards"]
+    sample = batch(step)
+    g = torch.Generator().manual_seed(70 + step)
+    ids = sample.seqlens["packed_input_ids"]
+    single = sample.seqlens["rewards"]
     lengths = [n for group in ids for n in group]
     shifted = [[n - 1 for n in group] for group in ids]
     size = sum(lengths) - len(lengths)
@@ -128,7 +132,8 @@ def published_steps(engine_of: Callable[[Any], Any], name: str) -> list[dict[str
         interface = RewardModelInterface(center=0.1)
     else:
         interface = PolicyGradientInterface({**PUBLISHED[name], "ppo_n_minibatches": 2}, loss_scale_len=12)
-    model, found = Model("actor", engine_of(network), None), []
+    model = Model("actor", engine_of(network), None)
+    found = []
     for step, number in enumerate((0, 4)):
         model.engine.version = step
         ranks = getattr(model.engine, "ranks", None)
@@ -179,7 +184,9 @@ def alone(model: Any) -> TorchEngine:
 
 def steps(engine: Any, name: str, which: Sequence[int], together: bool = True) -> list[dict[str, float]]:
     """Train the batches ``which``; the statistics of each step."""
-    interface, model, found = algorithm(name), Model("actor", engine, None), []
+    interface = algorithm(name)
+    model = Model("actor", engine, None)
+    found = []
     for step in which:
         engine.version = step
         context = CallContext(step, 1000 + step, SPEC, Path())
@@ -194,13 +201,16 @@ def steps(engine: Any, name: str, which: Sequence[int], together: bool = True) -
 
 def ppo_steps(actor: Any, critic: Any) -> list[dict[str, float]]:
     """Five steps of an actor and a critic; the statistics of both train calls of each."""
-    policy, values, found = PolicyGradientInterface(PPO), CriticInterface(PPO), []
+    policy = PolicyGradientInterface(PPO)
+    values = CriticInterface(PPO)
+    found = []
 
     def together(engine: Any, what: str) -> contextlib.AbstractContextManager[Any]:
         return engine.ranks.together(what) if isinstance(engine.ranks, GroupRanks) else contextlib.nullcontext()
 
     for step in range(len(GROUPS)):
-        given, context = batch(step), CallContext(step, 1000 + step, SPEC, Path())
+        given = batch(step)
+        context = CallContext(step, 1000 + step, SPEC, Path())
         actor.version = critic.version = step
         with together(critic, f"critic_inf {step}"):
             given = given.update(values.inference(Model("critic", critic, None), given, context)[0])
@@ -262,7 +272,8 @@ def saved_by(world: World, rank: int, size: int, parallel: Parallel, folder: Pat
 
 def loaded_by(world: World, rank: int, size: int, parallel: Parallel, folders: Sequence[Path]) -> list[Any]:
     """Load each folder and go on from there: the statistics of the next step."""
-    engine, found = engine_on(world, size, parallel, tiny_model()), []
+    engine = engine_on(world, size, parallel, tiny_model())
+    found = []
     for folder in folders:
         engine.load_checkpoint(folder)
         found.append((engine.version, steps(engine, "grpo", [2])[0]))

@@ -120,7 +120,8 @@ def test_gradients_of_a_prefix_that_pieces_share_are_rounded_once() -> None:
 
 def test_a_layer_that_wants_more_is_refused() -> None:
     """Then the model is tried under a mask."""
-    trees, x = RowTrees([[np.arange(3)]], [[0]], 3), torch.zeros(1, 2, 3, 4)
+    trees = RowTrees([[np.arange(3)]], [[0]], 3)
+    x = torch.zeros(1, 2, 3, 4)
     for more in ({"sliding_window": 2}, {"dropout": 0.1}, {"softcap": 30.0}):
         with pytest.raises(ValueError, match="more than attention over trees"):
             row_tree_attention(nn.Identity(), x, x, x, None, row_trees=trees, **more)

@@ -24,7 +24,8 @@ def engine_of(model: Any, **options: Any) -> TorchEngine:
 def wide_model() -> Any:
     """The built-in policy with two of its layers: as wide, and with batches as long, as those of a run."""
     torch.manual_seed(0)
-    given, options = BuiltinModelConfig(), {"num_hidden_layers": 2, "tie_word_embeddings": True}
+    given = BuiltinModelConfig()
+    options = {"num_hidden_layers": 2, "tie_word_embeddings": True}
     shape = Qwen3Config(
         vocab_size=given.vocab_size,
         hidden_size=given.hidden_size,

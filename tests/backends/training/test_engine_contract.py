@@ -30,7 +30,9 @@ class ValueModel(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.decoder, self.config, self.device = model.get_decoder(), model.config, model.device
+        self.decoder = model.get_decoder()
+        self.config = model.config
+        self.device = model.device
         self.value_head = nn.Linear(self.config.hidden_size, 1)
 
     def get_decoder(self) -> Any:
@@ -69,7 +71,8 @@ def test_hidden_states_head_and_places_give_the_log_probabilities(tiny_model: An
 
 
 def test_what_a_loss_keeps_comes_back_for_the_whole_batch(tiny_model: Any, ragged_sample: Any) -> None:
-    sample, engine = ragged_sample(GROUPS), engine_of(tiny_model())
+    sample = ragged_sample(GROUPS)
+    engine = engine_of(tiny_model())
     before = engine.logprobs(sample, temperature=0.7, mb_spec=MicroBatchSpec())
     result = engine.train_batch(sample, nll, mb_spec=MicroBatchSpec(n_mbs=3))
     torch.testing.assert_close(result.kept["twice"], 2 * before, atol=1e-5, rtol=0)
@@ -97,7 +100,8 @@ def test_the_normaliser_divides_the_loss_and_its_gradient(tiny_model: Any, ragge
 
 
 def test_a_value_head_trains_and_neither_scores_nor_generates(tiny_model: Any, ragged_sample: Any) -> None:
-    sample, engine = ragged_sample(GROUPS), engine_of(ValueModel(tiny_model()))
+    sample = ragged_sample(GROUPS)
+    engine = engine_of(ValueModel(tiny_model()))
     wanted = torch.cat([m[1:] for m in sample["loss_mask"].split([n for g in GROUPS for n in g])])
 
     def to_one(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
@@ -126,7 +130,8 @@ def test_a_head_that_bounds_or_scales_its_logits_sees_scored_positions_only(kind
     more = {"logits_scaling": 3.0} if kind is GraniteConfig else {"final_logit_softcapping": 2.0, "head_dim": 8}
     config = kind(**shape, num_key_value_heads=2, intermediate_size=48, pad_token_id=0, **more)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    sample, rows = ragged_sample(GROUPS), []
+    sample = ragged_sample(GROUPS)
+    rows = []
     model.get_output_embeddings().register_forward_hook(lambda _, args, output: rows.append(output[..., 0].numel()))
     forward = PackedForward(model)
     assert forward.heads.language is not None
@@ -134,7 +139,8 @@ def test_a_head_that_bounds_or_scales_its_logits_sees_scored_positions_only(kind
     rows.clear()
     outputs = forward(sample)
     assert outputs.head is None and sum(rows) == len(outputs.target) < sample.n_tokens("packed_input_ids")
-    found, start = outputs.logprobs(temperature=0.8)[0], 0
+    found = outputs.logprobs(temperature=0.8)[0]
+    start = 0
     for number, length in enumerate(n for group in GROUPS for n in group):
         ids, wanted = (sample[k][start : start + length] for k in ("packed_input_ids", "loss_mask"))
         log_p = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].double() / 0.8, -1)
@@ -150,7 +156,10 @@ class ThreadRanks:
     in_step = True
 
     def __init__(self, rank: int, size: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._board, self._barrier = rank, size, board, barrier
+        self.rank = rank
+        self.size = size
+        self._board = board
+        self._barrier = barrier
 
     def own(self, costs: Sequence[int]) -> list[int]:
         """Sequences by their tokens; a rank may go without."""
@@ -220,7 +229,8 @@ def on_ranks(size: int, model: Any, sample: SequenceSample, spec: MicroBatchSpec
 @pytest.mark.parametrize("groups", [GROUPS, [[9, 30]]], ids=["many", "fewer-than-ranks"])
 def test_several_ranks_compute_what_one_computes(tiny_model: Any, ragged_sample: Any, groups: list[list[int]]) -> None:
     """Losses, statistics, kept tensors, gradients and scores, with a rank that has nothing to do among them."""
-    sample, spec = ragged_sample(groups), MicroBatchSpec(n_mbs=2, max_tokens_per_mb=32)
+    sample = ragged_sample(groups)
+    spec = MicroBatchSpec(n_mbs=2, max_tokens_per_mb=32)
     alone = on_ranks(1, tiny_model, sample, spec)[0]
     found = on_ranks(3, tiny_model, sample, spec)
     for results, scores, weights, passes in found:

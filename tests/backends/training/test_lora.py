@@ -68,7 +68,8 @@ def test_only_adapters_train_and_what_is_published_is_the_model_with_them(
 ) -> None:
     """Losses fall, base weights keep their bits, and a plain model with the published weights scores and samples as
     the one with adapters does. GPT-2 keeps its weights the other way round."""
-    sample, engine = ragged_sample(GROUPS), engine_of(tiny_model(architecture))
+    sample = ragged_sample(GROUPS)
+    engine = engine_of(tiny_model(architecture))
     before = {name: tensor.clone() for name, tensor in tiny_model(architecture).state_dict().items()}
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights().items())
     losses = train(engine, sample, 5)
@@ -91,7 +92,9 @@ def test_a_generator_that_was_asked_for_before_a_train_step_samples_with_its_wei
 ) -> None:
     """Merged weights are given up for a train step and made again before the next token."""
     engine = engine_of(tiny_model())
-    generator, config, request = engine.generator(), GenConfig(max_new_tokens=4), [GenRequest(0, [3, 4, 5], seed=1)]
+    generator = engine.generator()
+    config = GenConfig(max_new_tokens=4)
+    request = [GenRequest(0, [3, 4, 5], seed=1)]
     first = generator.generate(request, config, stop_ids=(), seed=0)[0]
     train(engine, ragged_sample(GROUPS), 4)
     second = generator.generate(request, config, stop_ids=(), seed=0)[0]
@@ -108,8 +111,10 @@ def _sequence(ids: list[int]) -> SequenceSample:
 
 def test_the_reference_is_the_model_with_its_adapters_off(tiny_model: Any, ragged_sample: Any) -> None:
     """It scores as the model did before it trained, to the bit, without weights of its own, and adapters train on."""
-    sample, engine = ragged_sample(GROUPS), engine_of(tiny_model())
-    reference, first = engine.base(), scores(engine, sample)
+    sample = ragged_sample(GROUPS)
+    engine = engine_of(tiny_model())
+    reference = engine.base()
+    first = scores(engine, sample)
     train(engine, sample, 3)
     trained = scores(engine, sample)
     assert torch.equal(scores(reference, sample), first) and not torch.equal(trained, first)
@@ -127,7 +132,8 @@ def test_training_goes_on_bit_identically_from_a_checkpoint_of_adapters(
     tiny_model: Any, ragged_sample: Any, tmp_path: Path
 ) -> None:
     """The checkpoint has adapters and moments and no base; digests are of what is restored to the bit."""
-    sample, engine = ragged_sample(GROUPS), engine_of(tiny_model())
+    sample = ragged_sample(GROUPS)
+    engine = engine_of(tiny_model())
     train(engine, sample, 2)
     engine.save_checkpoint(tmp_path / "a")
     write_digests(tmp_path / "a", engine, stored_weights(engine))
@@ -215,7 +221,8 @@ def test_targets_choose_layers_and_one_that_means_none_is_refused(tiny_model: An
 def test_the_self_test_changes_adapters_and_restores_them_to_the_bit(tiny_model: Any, ragged_sample: Any) -> None:
     """The trainer scores a probe with its adapters, and so tells whether the merged weights that an engine got are
     those: the change reaches both, and so does the way back."""
-    engine, trial = engine_of(tiny_model()), WeightTrial()
+    engine = engine_of(tiny_model())
+    trial = WeightTrial()
     train(engine, ragged_sample(GROUPS), 2)
     tensors = engine.weights()
     first = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -266,14 +273,16 @@ def test_a_hundredth_too_much_of_an_adapter_is_found_and_right_merges_of_any_siz
     """A fifth of what the adapters add could be missing. Rounding to bf16 is often larger than the whole adapter, and
     still no reason to believe a merge that is not rounded from the right sum."""
     engine = engine_of(tiny_model(architecture).to(dtype))
-    adapters, right = engine.adapters, lora.LoraAdapters._merged
+    adapters = engine.adapters
+    right = lora.LoraAdapters._merged
     assert adapters is not None
     draw = torch.Generator().manual_seed(1)
     first = next(name for name in adapters.tensors() if "lora_B" in name)
 
     def wrong(self: Any, name: str) -> Tensor:
         """Only one layer, and only by a hundredth."""
-        base, layer = self._base[name].float(), first.removeprefix("base_model.model.").partition(".lora_B")[0]
+        base = self._base[name].float()
+        layer = first.removeprefix("base_model.model.").partition(".lora_B")[0]
         return base + (1.01 if name == layer else 1.0) * (right(self, name) - base)
 
     for size in (1e-4, 1e-2, 1.0):
@@ -300,12 +309,14 @@ def test_bf16_weights_have_fp32_adapters_and_checkpointed_activations_change_not
     losses = train(narrow, sample, 4)
     assert losses[-1] < losses[0] - 0.1
     assert {tensor.dtype for tensor in narrow.weights().values()} == {torch.bfloat16}
-    one, other = engine_of(tiny_model()), engine_of(tiny_model(), gradient_checkpointing=True)
+    one = engine_of(tiny_model())
+    other = engine_of(tiny_model(), gradient_checkpointing=True)
     assert train(other, sample, 3) == pytest.approx(train(one, sample, 3), abs=1e-6)
 
 
 def test_dropout_is_for_train_steps_only(tiny_model: Any, ragged_sample: Any) -> None:
-    sample, engine = ragged_sample(GROUPS), engine_of(tiny_model(), dropout=0.5)
+    sample = ragged_sample(GROUPS)
+    engine = engine_of(tiny_model(), dropout=0.5)
     sure = engine_of(tiny_model())
     train(engine, sample), train(sure, sample)  # The first step moves an adapter from 0, where dropping shows nothing.
     assert train(engine, sample) != pytest.approx(train(sure, sample), abs=1e-6)
@@ -332,7 +343,9 @@ def test_what_trains_is_what_peft_computes(
 
 def test_a_model_may_change_what_an_adapted_layer_returns_in_place() -> None:
     """As OLMo clamps its projections; and a layer may have nothing to multiply, as an expert that no token chose."""
-    weight, down, up = torch.randn(5, 4), torch.randn(2, 4, requires_grad=True), torch.randn(5, 2, requires_grad=True)
+    weight = torch.randn(5, 4)
+    down = torch.randn(2, 4, requires_grad=True)
+    up = torch.randn(5, 2, requires_grad=True)
     for rows in (3, 0):
         x = torch.randn(2, rows, 4, requires_grad=True)
         found = kernels.adapted_product(x, weight, None, down, up, 0.5)

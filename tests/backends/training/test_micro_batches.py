@@ -88,7 +88,8 @@ def test_a_group_is_cut_and_backward_follows_every_part(tiny_model: Any) -> None
     """Eight rollouts of one task are one sample: no more of them than the budget holds wait for a backward pass."""
     model = tiny_model()
     engine = TorchEngine(model, None, optimizer=OptimizerConfig(lr=1e-3), total_train_steps=1)
-    waiting, most = [0], []
+    waiting = [0]
+    most = []
     model.model.register_forward_pre_hook(
         lambda _, args, kwargs: waiting.__setitem__(0, waiting[0] + kwargs["input_ids"].numel()), with_kwargs=True
     )

@@ -164,7 +164,8 @@ def critic(path: Path, dtype: str = "float32", **more: Any) -> TorchEngine:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_starts_at_nothing_and_learns(actor_folder: Path, ragged_sample: Any, dtype: str) -> None:
     """The head is at 0, the body is that of the language model, and both learn."""
-    engine, sample = critic(actor_folder, dtype, gradient_checkpointing=dtype == "bfloat16"), ragged_sample(GROUPS)
+    engine = critic(actor_folder, dtype, gradient_checkpointing=dtype == "bfloat16")
+    sample = ragged_sample(GROUPS)
     assert not bool(values(engine, sample).any())
     body = dict(AutoModelForCausalLM.from_pretrained(actor_folder).get_decoder().named_parameters())
     own = dict(engine.model.get_decoder().named_parameters())
@@ -179,7 +180,8 @@ def test_it_starts_at_nothing_and_learns(actor_folder: Path, ragged_sample: Any,
 
 def test_what_was_exported_is_a_critic_to_start_from(actor_folder: Path, ragged_sample: Any, tmp_path: Path) -> None:
     """Body and head; a head that fits no such body is refused by name."""
-    engine, sample = critic(actor_folder), ragged_sample(GROUPS)
+    engine = critic(actor_folder)
+    sample = ragged_sample(GROUPS)
     learn(engine, sample, 2)
     engine.export_hf(tmp_path / "critic")
     again = critic(tmp_path / "critic")
@@ -195,11 +197,14 @@ def test_the_value_is_a_product_with_the_last_hidden_state(
     tiny_model: Any, ragged_sample: Any, architecture: str
 ) -> None:
     """Of the state in which each token was sampled: the position before it."""
-    model, sample = ValueModel(tiny_model(architecture)), ragged_sample(GROUPS)
+    model = ValueModel(tiny_model(architecture))
+    sample = ragged_sample(GROUPS)
     with torch.no_grad():
         model.value_head.weight.normal_(generator=torch.Generator().manual_seed(2))
         model.value_head.bias.fill_(0.5)
-    engine, start, shift = TorchEngine(model, None), 0, 0
+    engine = TorchEngine(model, None)
+    start = 0
+    shift = 0
     found = values(engine, sample)
     for length in [n for group in GROUPS for n in group]:
         ids, wanted = (sample[key][start : start + length] for key in ("packed_input_ids", "loss_mask"))
@@ -208,7 +213,8 @@ def test_the_value_is_a_product_with_the_last_hidden_state(
         expected = hidden.double() @ model.value_head.weight[0].double() + 0.5
         expected = torch.where(wanted[1:].bool(), expected, 0.0).float()
         torch.testing.assert_close(found[shift : shift + length - 1], expected, atol=1e-4, rtol=1e-4)
-        start, shift = start + length, shift + length - 1
+        start = start + length
+        shift = shift + length - 1
 
 
 def test_a_head_of_another_kind_is_refused(actor_folder: Path) -> None:

@@ -25,7 +25,8 @@ class Elsewhere:
     not-a-number until its piece is in."""
 
     def __init__(self, late: bool = False) -> None:
-        self.late, self.rooms = late, [0, 0]
+        self.late = late
+        self.rooms = [0, 0]
         self.coming: dict[int, tuple[Tensor, Tensor]] = {}
         self.going: dict[int, tuple[Tensor, Tensor]] = {}
         self.log: list[str] = []
@@ -101,7 +102,8 @@ def test_no_bit_differs_and_two_pieces_are_there_at_a_time(
     """However early or late the copies are made. The next piece comes while one is computed and the last one goes."""
     monkeypatch.setattr(resting_moments.RestingMoments.__init__, "__defaults__", (PIECE,))
     memory = Elsewhere(late)
-    resting, plain = pair(dtype, memory), pair(dtype)
+    resting = pair(dtype, memory)
+    plain = pair(dtype)
     for one, other in zip(trained(*resting, range(4)), trained(*plain, range(4)), strict=True):
         assert torch.equal(one, other)
     steps = " ".join(memory.log).split("fetch 0 ")[1:]
@@ -143,7 +145,8 @@ def test_saved_moments_are_read_with_and_without(tmp_path: Path) -> None:
     names = {p: str(number) for number, p in enumerate(again.parameters())}
 
     def rests() -> bool:
-        place, held = memory.held.untyped_storage().data_ptr(), resting.tensors(names)
+        place = memory.held.untyped_storage().data_ptr()
+        held = resting.tensors(names)
         moments = [tensor for name, tensor in held.items() if name.startswith("exp_avg")]
         return len(moments) == 2 * len(SHAPES) and all(t.untyped_storage().data_ptr() == place for t in moments)
 

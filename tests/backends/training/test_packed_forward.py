@@ -19,7 +19,9 @@ GROUPS = [[40, 3, 1], [17], [2, 60, 33, 33]]
 
 
 def one_by_one(model: Any, sample: SequenceSample, temperature: float) -> tuple[Tensor, Tensor]:
-    logprobs, entropies, start = [], [], 0
+    logprobs = []
+    entropies = []
+    start = 0
     for length in [n for group in GROUPS for n in group]:
         ids = sample["packed_input_ids"][start : start + length]
         log_p = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1].double() / temperature, -1)
@@ -32,7 +34,8 @@ def one_by_one(model: Any, sample: SequenceSample, temperature: float) -> tuple[
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "gpt2"])
 def test_equals_one_sequence_at_a_time(tiny_model: Any, ragged_sample: Any, architecture: str) -> None:
-    model, sample = tiny_model(architecture), ragged_sample(GROUPS)
+    model = tiny_model(architecture)
+    sample = ragged_sample(GROUPS)
     logprobs, entropies = PackedForward(model)(sample).logprobs(temperature=0.8, with_entropy=True)
     expected, expected_entropies = one_by_one(model, sample, 0.8)
     assert logprobs.dtype == torch.float32 and entropies is not None
@@ -139,7 +142,8 @@ def test_the_graph_holds_no_logits(
     monkeypatch.setattr(module, "chunk_rows", lambda *_: 16)
     forward = PackedForward(made("granite"))
     forward.heads = forward.heads if known else Heads()
-    sample, held = ragged_sample([[300, 300]]).select(["packed_input_ids"]), {}
+    sample = ragged_sample([[300, 300]]).select(["packed_input_ids"])
+    held = {}
     outputs = forward(sample)
 
     def keep(tensor: Tensor) -> Tensor:

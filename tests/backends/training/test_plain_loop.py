@@ -29,7 +29,10 @@ from realhf.backends.embedded.kernels import LEAST_ROWS, OneDnnLinear
 from realhf.backends.training.torch_engine import TorchEngine
 from tests.backends.architectures import configs
 
-VOCABULARY, POSITIONS, OPENING, DEADLINE_S = 97, 64, 2, 240.0
+VOCABULARY = 97
+POSITIONS = 64
+OPENING = 2
+DEADLINE_S = 240.0
 NAMES = ("gemma3n", "gemma4", "llama", "olmo, clipped")
 slow = partial(pytest.param, marks=pytest.mark.slow)
 ONE_PASS = MicroBatchSpec()
@@ -121,7 +124,8 @@ def test_all_weights_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> N
     rows = sequences(7)
     assert sum(map(len, rows)) > 4 * LEAST_ROWS
     with onednn(on):
-        engine, plain = engine_of(name), model_of(name)
+        engine = engine_of(name)
+        plain = model_of(name)
         kinds = [isinstance(module, OneDnnLinear) for module in engine.model.modules()]
         assert any(kinds) is on
         result = engine.accumulate(batch_of(rows), nll, mb_spec=ONE_PASS)
@@ -134,7 +138,9 @@ def test_all_weights_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> N
 @pytest.mark.parametrize("name", [*map(slow, NAMES[:2]), *NAMES[2:]])
 def test_adapters_get_the_gradients_of_a_plain_loop(name: str, on: bool) -> None:
     """The plain loop has the adapters of peft itself, with the same values, none of them 0."""
-    rows, options, draw = sequences(7), LoraConfig(rank=4), torch.Generator().manual_seed(2)
+    rows = sequences(7)
+    options = LoraConfig(rank=4)
+    draw = torch.Generator().manual_seed(2)
     with onednn(on):
         engine = engine_of(name, options)
         assert engine.adapters is not None
@@ -164,7 +170,8 @@ def test_a_pass_of_few_rows_is_that_of_a_plain_loop(name: str, n: int) -> None:
     for cut in (LEAST_ROWS - 4, LEAST_ROWS, 64):
         rows = [row[:cut] for row in sequences(n)]
         with onednn(True):
-            engine, plain = engine_of(name), model_of(name)
+            engine = engine_of(name)
+            plain = model_of(name)
             result = engine.accumulate(batch_of(rows), nll, mb_spec=ONE_PASS)
         assert result.stats["loss"] == pytest.approx(in_a_plain_loop(plain, rows), rel=1e-5)
         compare(gradients(dict(engine.model.named_parameters())), gradients(dict(plain.named_parameters())))

@@ -16,7 +16,8 @@ from torch import Tensor
 from realhf.backends.training import selected_logprobs as module
 from realhf.backends.training.selected_logprobs import chunk_rows, selected_logprobs
 
-VOCABULARY, WIDTH = 131, 24
+VOCABULARY = 131
+WIDTH = 24
 
 
 def drawn(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,8 +83,10 @@ def test_frozen_factors_get_no_gradient() -> None:
 def test_under_a_frozen_head_the_gradient_is_that_of_log_softmax(dtype: torch.dtype) -> None:
     """It is computed on the way forward there, and once."""
     hidden, weight, ids = drawn(30)
-    hidden, frozen = hidden.detach().to(dtype).requires_grad_(), weight.detach().to(dtype)
-    scale, bias = torch.linspace(-2, 2, 30), torch.linspace(-1, 1, len(weight))
+    hidden = hidden.detach().to(dtype).requires_grad_()
+    frozen = weight.detach().to(dtype)
+    scale = torch.linspace(-2, 2, 30)
+    bias = torch.linspace(-1, 1, len(weight))
     found, _ = selected_logprobs(hidden, frozen, ids, 0.7, 7, with_entropy=False, bias=bias, factor=1.3)
     (found * scale).sum().backward()
     exact = hidden.detach().double().requires_grad_()
@@ -164,7 +167,8 @@ def test_bf16_products_give_the_logits_of_fp32_and_gradients_of_the_type_of_the_
 
 def test_bf16_products_of_a_head_that_does_more(gpu_products: Counted) -> None:
     hidden, weight, ids = drawn(40, torch.bfloat16)
-    bias, found = torch.linspace(-1, 1, VOCABULARY, dtype=torch.bfloat16).requires_grad_(), []
+    bias = torch.linspace(-1, 1, VOCABULARY, dtype=torch.bfloat16).requires_grad_()
+    found = []
     for own in (hidden, hidden.detach().float().requires_grad_()):
         logprobs, entropy = selected_logprobs(own, weight, ids, 0.8, 16, bias=bias, factor=0.5, cap=20.0)
         grads = torch.autograd.grad((logprobs + 0.1 * entropy).sum(), (own, weight, bias))
@@ -224,12 +228,14 @@ def test_several_ids_of_a_row_and_a_product_beside_the_heads(width: int, cap: fl
     beside = torch.randn(37, 4, generator=g).requires_grad_()
     up = torch.randn(VOCABULARY, 4, generator=g).requires_grad_()
     ids = torch.randint(0, VOCABULARY, (37, width), generator=g)
-    slope, of = torch.randn(37, width, generator=g), torch.randn(37, generator=g)
+    slope = torch.randn(37, width, generator=g)
+    of = torch.randn(37, generator=g)
     found, entropy = selected_logprobs(hidden, weight, ids, 0.7, 16, cap=cap, side=(beside, up))
     ((found * slope).sum() + (entropy * of).sum()).backward()
     logits = hidden.double() @ weight.double().T + beside.double() @ up.double().T
     log_p = ((logits if cap is None else cap * (logits / cap).tanh()) / 0.7).log_softmax(-1)
-    expected, of_plain = log_p.gather(1, ids), -(log_p.exp() * log_p).sum(-1)
+    expected = log_p.gather(1, ids)
+    of_plain = -(log_p.exp() * log_p).sum(-1)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-5)
     factors = (hidden, weight, beside, up)
     for factor, wanted in zip(

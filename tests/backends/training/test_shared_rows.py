@@ -50,7 +50,8 @@ def test_a_row_is_the_tree_of_its_sequences(drawn: list[list[int]], most: int) -
     pieces = [half for row in rows if not row.plain for half in split_row(row, inputs)]
     assert all(row.plain or row.length <= most for row in rows) and all(row.members for row in pieces)
     for row in rows + pieces:
-        lay, prefixes = layout(row, inputs), {}
+        lay = layout(row, inputs)
+        prefixes = {}
         for i, path in zip(row.members, lay.columns, strict=True):
             assert lay.tokens[path].tolist() == drawn[i] and lay.depth[path].tolist() == list(range(len(drawn[i])))
             for depth, column in enumerate(path.tolist()):
@@ -70,7 +71,8 @@ def group_batch(seed: int = 0) -> SequenceSample:
     def draw(n: int) -> list[int]:
         return torch.randint(0, VOCABULARY, (n,), generator=g).tolist()
 
-    groups, masks = [], []
+    groups = []
+    masks = []
     for prompt in (draw(17), draw(11)):
         turn = draw(6)
         rollouts = [prompt + turn + draw(9), prompt + turn + draw(4), prompt + draw(12), prompt + draw(1)]
@@ -208,7 +210,8 @@ def owned(rank: int, size: int, costs: Sequence[int]) -> list[int]:
 
 def test_common_prefixes_are_computed_once_and_counted(tiny_model: Any) -> None:
     """The prompt, the common turn and the repeated rollout each count once; the last token of a rollout is not fed."""
-    sample, engine = group_batch(), TorchEngine(tiny_model(), None, optimizer=OptimizerConfig(), total_train_steps=1)
+    sample = group_batch()
+    engine = TorchEngine(tiny_model(), None, optimizer=OptimizerConfig(), total_train_steps=1)
 
     def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         return -outputs.logprobs()[0].sum(), {}
@@ -279,7 +282,8 @@ def test_a_model_that_drops_positions_or_masks_shares_nothing(
 def test_bf16_models_share_rows(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores differ by rounding, and by much more where a token sees its siblings."""
     model = tiny_model("llama").bfloat16()
-    forward, sample = PackedForward(model), group_batch()
+    forward = PackedForward(model)
+    sample = group_batch()
     assert forward.shares
     inputs = SequenceInputs.of(sample)
     (part,) = parts_of(sample, MicroBatchSpec(), Ranks(), share=True)

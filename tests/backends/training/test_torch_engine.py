@@ -55,7 +55,8 @@ def moments(engine: TorchEngine) -> dict[str, Tensor]:
 
 
 def test_training_lowers_the_loss_and_repeats_bit_identically(tiny_model: Any, ragged_sample: Any) -> None:
-    first, second = engine_of(tiny_model()), engine_of(tiny_model())
+    first = engine_of(tiny_model())
+    second = engine_of(tiny_model())
     losses = [[train(e, ragged_sample(GROUPS)).stats["loss"] for _ in range(6)] for e in (first, second)]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0] - 0.5
     assert torch.equal(weights(first), weights(second))
@@ -63,7 +64,8 @@ def test_training_lowers_the_loss_and_repeats_bit_identically(tiny_model: Any, r
 
 def test_gradients_of_several_passes_make_the_step_of_one_batch(tiny_model: Any, ragged_sample: Any) -> None:
     """Passes add up until ``step``, which takes its own options, and drops the gradients whatever comes of them."""
-    sample, constant = ragged_sample(GROUPS), OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0, beta2=0.9)
+    sample = ragged_sample(GROUPS)
+    constant = OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0, beta2=0.9)
     whole, parts = (TorchEngine(tiny_model(), None, optimizer=options) for options in (constant, OPTIMIZER))
     halves = [sample.select_ids([0, 1]), sample.select_ids([2, 3])]
     for step in range(3):
@@ -84,7 +86,8 @@ def test_gradients_of_several_passes_make_the_step_of_one_batch(tiny_model: Any,
 
 def test_a_pass_that_fails_leaves_the_gradients_of_those_before(tiny_model: Any, ragged_sample: Any) -> None:
     """Of three micro-batches the second raises, or gives no number: the first had been added by then."""
-    sample, spec = ragged_sample(GROUPS), MicroBatchSpec(n_mbs=3)
+    sample = ragged_sample(GROUPS)
+    spec = MicroBatchSpec(n_mbs=3)
     constant = OptimizerConfig(lr=3e-3, warmup_steps_proportion=0.0)
     whole, engine = (TorchEngine(tiny_model(), None, optimizer=constant) for _ in range(2))
     whole.accumulate(sample, mean_nll, mb_spec=spec)
@@ -112,9 +115,12 @@ def test_a_pass_that_fails_leaves_the_gradients_of_those_before(tiny_model: Any,
 
 
 def test_one_step_equals_an_independent_adamw(tiny_model: Any, ragged_sample: Any) -> None:
-    engine, sample, model = engine_of(tiny_model()), ragged_sample(GROUPS), tiny_model()
+    engine = engine_of(tiny_model())
+    sample = ragged_sample(GROUPS)
+    model = tiny_model()
     result = train(engine, sample)
-    start, loss = 0, torch.zeros(())
+    start = 0
+    loss = torch.zeros(())
     for length in [n for group in GROUPS for n in group]:
         ids, wanted = (sample[k][start : start + length] for k in ("packed_input_ids", "loss_mask"))
         log_p = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
@@ -158,7 +164,8 @@ def test_checkpointing_leaves_dropout_off(ragged_sample: Any) -> None:
     opt = OPTConfig(**shape, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, word_embed_proj_dim=32)
     neo = GPTNeoConfig(**shape, attention_types=[[["global"], 2]], attention_dropout=0.5)
     for config, name in ((opt, "dropout"), (neo, "attention_dropout")):
-        chance, seen = getattr(config, name), []
+        chance = getattr(config, name)
+        seen = []
 
         def loss(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
             logprobs, _ = outputs.logprobs()
@@ -174,9 +181,11 @@ def test_checkpointing_leaves_dropout_off(ragged_sample: Any) -> None:
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_non_finite_updates_are_skipped(tiny_model: Any, ragged_sample: Any, where: str) -> None:
-    engine, sample = engine_of(tiny_model()), ragged_sample(GROUPS)
+    engine = engine_of(tiny_model())
+    sample = ragged_sample(GROUPS)
     train(engine, sample)
-    before, state = weights(engine), str(moments(engine))
+    before = weights(engine)
+    state = str(moments(engine))
 
     def broken(outputs: ForwardOutputs, part: SequenceSample) -> tuple[Tensor, dict[str, float]]:
         logprobs, _ = outputs.logprobs()
@@ -192,7 +201,8 @@ def test_non_finite_updates_are_skipped(tiny_model: Any, ragged_sample: Any, whe
 
 
 def test_nothing_trainable_changes_nothing(tiny_model: Any, ragged_sample: Any) -> None:
-    engine, sample = engine_of(tiny_model()), ragged_sample(GROUPS)
+    engine = engine_of(tiny_model())
+    sample = ragged_sample(GROUPS)
     blank = SequenceSample.from_tensors(
         sample.ids,
         {"packed_input_ids": sample["packed_input_ids"], "loss_mask": torch.zeros_like(sample["loss_mask"])},
@@ -217,7 +227,8 @@ def test_update_frees_the_generation_rows(tiny_model: Any, ragged_sample: Any) -
 def test_checkpoint_continues_bit_identically(
     tiny_model: Any, ragged_sample: Any, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    engine, sample = engine_of(tiny_model().to(dtype)), ragged_sample(GROUPS)
+    engine = engine_of(tiny_model().to(dtype))
+    sample = ragged_sample(GROUPS)
     for _ in range(3):
         train(engine, sample)
     engine.save_checkpoint(tmp_path / "c")
@@ -238,7 +249,8 @@ def test_checkpoint_continues_bit_identically(
 def test_the_checkpoint_of_another_model_is_refused_in_one_line(
     tiny_model: Any, ragged_sample: Any, tmp_path: Path
 ) -> None:
-    engine, folder = engine_of(tiny_model()), tmp_path / "c"
+    engine = engine_of(tiny_model())
+    folder = tmp_path / "c"
     train(engine, ragged_sample(GROUPS))
     engine.save_checkpoint(folder)
     for other, said in ((tiny_model("gpt2"), "it has weights/"), (tiny_model("qwen3", 192, 90), "has shape")):
@@ -280,7 +292,8 @@ def test_export_loads(tiny_model: Any, ragged_sample: Any, tmp_path: Path) -> No
 
 
 def test_frozen_engine_scores_and_refuses_to_train(tiny_model: Any, ragged_sample: Any) -> None:
-    engine, sample = TorchEngine(tiny_model(), None), ragged_sample(GROUPS)
+    engine = TorchEngine(tiny_model(), None)
+    sample = ragged_sample(GROUPS)
     logprobs = engine.logprobs(sample, temperature=1.0, mb_spec=MicroBatchSpec())
     assert not logprobs.requires_grad and not logprobs.is_inference()
     with pytest.raises(RuntimeError, match="without an optimizer"):
@@ -322,7 +335,8 @@ def test_chat_template_check() -> None:
 
 
 def test_training_gets_the_memory_of_keys_and_values(tiny_model: Any, ragged_sample: Any) -> None:
-    engine, held = engine_of(tiny_model()), []
+    engine = engine_of(tiny_model())
+    held = []
     requests = [GenRequest(slot, [5 + slot] * 40) for slot in range(6)]
 
     def play() -> list[list[int]]:
@@ -333,7 +347,8 @@ def test_training_gets_the_memory_of_keys_and_values(tiny_model: Any, ragged_sam
         held.append(engine.generator().core.kv_bytes)
         return mean_nll(outputs, part)[0] * 0, {}
 
-    tokens, filled = play(), engine.generator().core.kv_bytes
+    tokens = play()
+    filled = engine.generator().core.kv_bytes
     assert filled > 0
     engine.train_batch(ragged_sample(GROUPS), loss, mb_spec=MicroBatchSpec(n_mbs=2))
     assert held == [0, 0]
@@ -356,7 +371,8 @@ CPU_SHORTAGE = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you t
 )
 def test_out_of_memory_names_what_where_and_which_option(tiny_model: Any, ragged_sample: Any, error: Exception) -> None:
     engine = TorchEngine(tiny_model(), None, optimizer=OptimizerConfig(), total_train_steps=1)
-    sample, spec = ragged_sample(GROUPS), MicroBatchSpec(1, 64)
+    sample = ragged_sample(GROUPS)
+    spec = MicroBatchSpec(1, 64)
 
     def starved(outputs: ForwardOutputs, part: Any) -> Any:
         raise error
@@ -417,10 +433,13 @@ def test_memory_of_passes_is_kept_until_holes_grow(monkeypatch: pytest.MonkeyPat
 
 def test_freed_memory_goes_back_to_the_system() -> None:
     """Freed blocks below one that stays in use remain in the heap until they are given back."""
-    heap, library, own = Heap(), ctypes.CDLL(None), psutil.Process()
+    heap = Heap()
+    library = ctypes.CDLL(None)
+    own = psutil.Process()
     if heap._use is None or heap._trim is None:
         pytest.skip("this C library gives nothing back")
-    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
     blocks = [library.malloc(100_000) for _ in range(800)]
     pin = library.malloc(100_000)

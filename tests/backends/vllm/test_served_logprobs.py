@@ -62,7 +62,10 @@ class Quiet(ThreadingHTTPServer):
 @contextmanager
 def served(answer: Answer, *, refusals: int = 0, status: int = 503) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """A server on the loopback, and what it was asked; the first ``refusals`` requests are turned away."""
-    network, asked, left, lock = model().engine.model, [], [refusals], threading.Lock()
+    network = model().engine.model
+    asked = []
+    left = [refusals]
+    lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def _send(self, body: Any, code: int = 200) -> None:

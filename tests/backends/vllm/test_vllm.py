@@ -75,7 +75,8 @@ class FakeServer:
                 status, answer = told.answers.get(path, (404, {"detail": "Not Found"}))
                 if path == "/collective_rpc" and told.workers:
                     results = [getattr(worker, body["method"])(**body["kwargs"]) for worker in told.workers]
-                    status, answer = 200, {"results": results}
+                    status = 200
+                    answer = {"results": results}
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(json.dumps(answer).encode())
@@ -318,7 +319,10 @@ class Worker(WeightExtension):
     """Has what vLLM's worker has for its transfer; ``broken``: the chunk that it cannot load."""
 
     def __init__(self) -> None:
-        self.model, self.opened, self.calls, self.broken = Model(), dict[bytes, Tensor](), list[str](), -1
+        self.model = Model()
+        self.opened = dict[bytes, Tensor]()
+        self.calls = list[str]()
+        self.broken = -1
         self.weight_transfer_engine = SimpleNamespace(config=SimpleNamespace(backend="ipc"), shutdown=self.opened.clear)
         self.model_runner = SimpleNamespace(get_model=lambda: self.model)
 
@@ -361,7 +365,8 @@ def exporting(worker: Worker) -> Callable[[Tensor], Sequence[Any]]:
 
 
 def test_a_worker_takes_the_chunks_and_says_what_it_holds() -> None:
-    worker, given = Worker(), tensors()
+    worker = Worker()
+    given = tensors()
     with steps(4, given, [Place(CPU, "GPU-1")], most=40, export=exporting(worker)) as made:
         for method, arguments in made:
             answer = getattr(worker, method)(**json.loads(json.dumps(arguments)))
@@ -443,7 +448,8 @@ def test_a_tensor_that_no_layer_has_under_its_name_is_not_said_to_be_held(tmp_pa
     worker, given = Worker(), {name: tensor.contiguous() for name, tensor in tensors().items()}
     save_file(given, tmp_path / "weights")
     assert worker.take_weights(str(tmp_path / "weights"), "4") == {"ok": True, "version": 4}
-    told, names = worker.weight_digests(), ["norm.weight", "gate.weight"]
+    told = worker.weight_digests()
+    names = ["norm.weight", "gate.weight"]
     assert "gate.weight" not in told["held"] and sorted(told["unproven"]) == ["count", "gate.weight"]
     found = held_by_server([told], names)
     assert [found[name].proven for name in names] == [True, False]

@@ -26,7 +26,8 @@ def started(scheduler: ClusterScheduler, run: Path, host: str) -> tuple[str, Wor
 
     scheduler.start(spec("master"))
     scheduler.start(spec("rollout_worker/0", host))
-    said, ends = "", {}
+    said = ""
+    ends = {}
     deadline = time.monotonic() + LIMIT_S
     while len(ends) < 2:
         assert time.monotonic() < deadline

@@ -112,7 +112,8 @@ def core_objects(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """The Job of each role, and the pod of each Job."""
     found = []
     for role in manifest["spec"]["replicatedJobs"]:
-        job, name = role["template"]["spec"], {"name": f"run-1-{role['name']}-0"}
+        job = role["template"]["spec"]
+        name = {"name": f"run-1-{role['name']}-0"}
         found.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": name, "spec": job})
         found.append({"apiVersion": "v1", "kind": "Pod", "metadata": name, "spec": job["template"]["spec"]})
     return found

@@ -40,7 +40,8 @@ class RayNode:
     """One node, which ends with the block."""
 
     def __init__(self, host: Host, log: Path, words: list[str], before: str) -> None:
-        self.host, self._log = host, log
+        self.host = host
+        self._log = log
         ray = str(Path(sys.executable).with_name("ray"))
         given = [ray, "start", "--block", f"--node-ip-address={host.address}", "--disable-usage-stats"]
         given += ["--object-store-memory=80000000", *words]
@@ -87,7 +88,8 @@ class RayHosts:
     ``d``, which lacks this package; ``e`` is no part of the cluster."""
 
     def __init__(self, lan: Lan, folder: Path) -> None:
-        self.lan, self._folder = lan, folder
+        self.lan = lan
+        self._folder = folder
         self.nodes: dict[str, RayNode] = {}
         self.address = f"{lan.hosts['a'].address}:{GCS_PORT}"
 
@@ -237,7 +239,8 @@ def test_a_cluster_that_this_machine_is_no_part_of_is_named(tmp_path: Path, tiny
     """It is somebody else's."""
     with running(ray_hosts.lan, tmp_path, tiny_policy) as run:
         host = ray_hosts.lan.hosts["e"]
-        run.scheduler, run.bind = "ray", host.address
+        run.scheduler = "ray"
+        run.bind = host.address
         run.enter = [*host.enter, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         began = time.monotonic()
         run.launch(f"scheduler.ray={ray_hosts.address}")

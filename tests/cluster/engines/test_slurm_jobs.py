@@ -33,7 +33,9 @@ class Job:
     """A run in the batch queue, by the script that a person gets."""
 
     def __init__(self, slurm: Slurm, folder: Path, policy: Path, steps: int) -> None:
-        self.slurm, self.runs, self._folder = slurm, folder / "runs", folder
+        self.slurm = slurm
+        self.runs = folder / "runs"
+        self._folder = folder
         given = (*OPTIONS, f"total_train_steps={steps}", f"fileroot={self.runs}", f"actor.path={policy}")
         options = SlurmOptions(nodes=1, cpus_per_node=1, time="01:00:00")
         self.number = slurm.submit(script(options, [*given, "scheduler.nodes=1"]))

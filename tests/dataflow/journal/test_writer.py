@@ -166,7 +166,8 @@ def _reopened(folder: Path) -> list[Record]:
 
 def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(tmp_path: Path) -> None:
     path = _written(tmp_path / "whole", STORY[:9])
-    data, ends = path.read_bytes(), [0]
+    data = path.read_bytes()
+    ends = [0]
     while ends[-1] < len(data):
         ends.append(ends[-1] + 8 + int.from_bytes(data[ends[-1] : ends[-1] + 4], "little"))
     torn = tmp_path / path.name
@@ -224,7 +225,8 @@ def test_a_flipped_bit_is_damage_wherever_records_follow_it(tmp_path: Path) -> N
         for path in damaged.iterdir():
             path.unlink()
         (damaged / written.name).write_bytes(_flipped(data, offset, 1 << offset % 8))
-        before, told = _bytes_in(damaged), list[str]()
+        before = _bytes_in(damaged)
+        told = list[str]()
         if offset < last:
             with pytest.raises(JournalDamaged, match=r"damaged at byte \d+, and whole records follow at byte"):
                 Journal.open(damaged, warn=told.append)
@@ -291,7 +293,8 @@ def test_what_cannot_be_read_now_is_not_taken_for_damage(
 
 def test_a_damaged_journal_is_made_again_from_what_the_checkpoint_knows(tmp_path: Path) -> None:
     """A sample that the checkpoint has trained is trained no second time, and one that was open is played again."""
-    folder, snapshot = tmp_path / "journal", tmp_path / "journal.snapshot"
+    folder = tmp_path / "journal"
+    snapshot = tmp_path / "journal.snapshot"
     ledger, _ = RolloutLedger.open(folder, completed_steps=0)
     for record in STORY[:15]:
         ledger.append(record)

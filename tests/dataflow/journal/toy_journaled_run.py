@@ -73,7 +73,8 @@ class JournaledRun:
         return self.journal.append(*records)
 
     async def _event(self) -> None:
-        state, random = self.state, self.random
+        state = self.state
+        random = self.random
         waiting = {id for id, _ in self.queue}
         playing = [id for id in state.outstanding if id not in waiting]
         planned = {id for ids in self.replay.values() for id in ids}
@@ -87,7 +88,8 @@ class JournaledRun:
             self._append(Accept(id, state.outstanding[id].attempt, [len(id)], [id.encode()]))
         elif kind == "fail" and playing:
             id = random.choice(playing)
-            final, attempt = random.random() < 0.5, state.outstanding[id].attempt
+            final = random.random() < 0.5
+            attempt = state.outstanding[id].attempt
             self._append(Reject(id, attempt, "env_error", "gone", final))
             if not final:
                 self.queue.append((id, attempt + 1))
@@ -103,12 +105,14 @@ class JournaledRun:
             id, attempt = self.queue.pop(0)
             self._append(Admit(id, attempt, step, self.order, "rollout_worker/0", {}))
         else:
-            id, self.cursor = f"p{self.cursor}", self.cursor + 1
+            id = f"p{self.cursor}"
+            self.cursor = self.cursor + 1
             self._append(Admit(id, 0, step, self.order, "rollout_worker/0", {}), Draw({"cursor": self.cursor}))
         self.order += 1
 
     async def _train(self) -> None:
-        step, state = len(self.weights), self.state
+        step = len(self.weights)
+        state = self.state
         over = self.cursor == self.total and not state.outstanding
         if step in self.replay:
             ids = self.replay.pop(step)

@@ -80,7 +80,8 @@ async def breathe() -> None:
         await asyncio.sleep(0)
 
 
-W0, W1 = "rollout_worker/0:100", "rollout_worker/1:100"
+W0 = "rollout_worker/0:100"
+W1 = "rollout_worker/1:100"
 
 
 async def test_every_process_is_told_to_play_once(scene: Scene) -> None:
@@ -256,7 +257,8 @@ async def test_a_run_begins_again_from_its_checkpoint_with_everything_that_had_a
 async def test_a_checkpoint_of_weights_that_were_not_published_says_so(tmp_path: Path, published: bool) -> None:
     """Ctrl-C in a training call leaves its weights unpublished, and the run that went on warned that something was
     missing."""
-    scene, folder = Scene(tmp_path / "journal"), tmp_path / "ckpt-1"
+    scene = Scene(tmp_path / "journal")
+    folder = tmp_path / "ckpt-1"
     folder.mkdir()
     rollouts = await scene.open()
     await rollouts.start()

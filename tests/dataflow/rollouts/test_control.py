@@ -27,8 +27,10 @@ from realhf.dataflow.rollouts.staleness import StalenessManager, StragglerGate
 from realhf.transport.service import ServiceClient, ServiceError
 from tests.dataflow.rollouts.toy_streamed_run import TRAINER, CountingSource, meta_of
 
-W0, W1 = "rollout_worker/0:11", "rollout_worker/1:12"
-STOP, AGAIN = ([], []), (None, [])
+W0 = "rollout_worker/0:11"
+W1 = "rollout_worker/1:12"
+STOP = ([], [])
+AGAIN = (None, [])
 
 
 @pytest.fixture
@@ -151,7 +153,8 @@ async def test_deaths_are_no_failures_but_failures_are_counted(make: Any) -> Non
 
 async def test_a_sample_that_kills_whoever_plays_it_is_given_up_aloud_and_those_beside_it_are_not(make: Any) -> None:
     control = make(batch=4, eta=1, concurrent=8, total=8)
-    deaths, played = 0, set()
+    deaths = 0
+    played = set()
     while len(played) < 8:
         for worker in (W0, W1):
             leases = (await control.allocate(worker, 3, 0.0))[0] or []
@@ -192,7 +195,8 @@ async def test_a_worker_that_stops_holds_nothing_back(make: Any) -> None:
 
 async def test_what_comes_back_is_played_in_the_order_of_admission(make: Any) -> None:
     control = make(batch=4, concurrent=8)
-    mine, other = await lease(control, 3), await lease(control, 1, W1)
+    mine = await lease(control, 3)
+    other = await lease(control, 1, W1)
     control.worker_left(W1, "killed")
     control.worker_left(W0, "killed")
     control.worker_joined(W1)

@@ -52,7 +52,8 @@ async def shares_of(rollouts: AsyncRollouts, *, lost: tuple[int, ...] = ()) -> l
 
 
 async def test_training_goes_on_and_the_report_says_whose_weights_they_were(scene: Scene) -> None:
-    rollouts, reports = await scene.open(), list[Report]()
+    rollouts = await scene.open()
+    reports = list[Report]()
     await rollouts.start()
     await breathe()
     assert await rollouts.evaluate(0, WANTED, reports.append) and rollouts.evaluating
@@ -71,7 +72,8 @@ async def test_training_goes_on_and_the_report_says_whose_weights_they_were(scen
 
 async def test_where_no_second_engine_can_be_the_next_version_waits(scene: Scene) -> None:
     scene.workers.keeps = False
-    rollouts, reports = await scene.open(), list[Report]()
+    rollouts = await scene.open()
+    reports = list[Report]()
     await rollouts.start()
     await breathe()
     await rollouts.evaluate(0, WANTED, reports.append)
@@ -85,7 +87,8 @@ async def test_where_no_second_engine_can_be_the_next_version_waits(scene: Scene
 
 
 async def test_the_next_evaluation_waits_for_the_one_in_play(scene: Scene) -> None:
-    rollouts, reports = await scene.open(), list[Report]()
+    rollouts = await scene.open()
+    reports = list[Report]()
     await rollouts.start()
     await breathe()
     await rollouts.evaluate(0, WANTED, reports.append)
@@ -100,7 +103,9 @@ async def test_the_next_evaluation_waits_for_the_one_in_play(scene: Scene) -> No
 
 
 async def test_weights_that_are_lost_are_replaced_by_those_of_now_and_at_last_it_is_given_up(scene: Scene) -> None:
-    rollouts, reports, warned = await scene.open(), list[Report](), list[str]()
+    rollouts = await scene.open()
+    reports = list[Report]()
+    warned = list[str]()
     rollouts._held_out._warn = warned.append
     await rollouts.start()
     await breathe()
@@ -153,7 +158,8 @@ async def test_an_evaluation_by_another_interface_is_the_trainers(scene: Scene) 
     assert not await rollouts.evaluate(0, other, lambda report: None) and not rollouts.evaluating
 
 
-A, B = "rollout_worker/0:1", "rollout_worker/1:2"
+A = "rollout_worker/0:1"
+B = "rollout_worker/1:2"
 
 
 def shares(count: int, deadline_s: float = 60.0) -> list[EvaluationPart]:

@@ -25,7 +25,10 @@ from realhf.transport.push_stream import StreamFailed, StreamProducer
 from realhf.transport.tensor_store import TensorStore
 from tests.dataflow.rollouts.toy_streamed_run import CountingSource, plan_of
 
-KEY, PLAYER, TOTAL, LIVES = "packed_input_ids", "rollout_worker/0:1", 24, 6
+KEY = "packed_input_ids"
+PLAYER = "rollout_worker/0:1"
+TOTAL = 24
+LIVES = 6
 
 
 class Crash(Exception):
@@ -88,7 +91,9 @@ class Life:
     and each sample is sent to all of them."""
 
     def __init__(self, folder: Path, random: Random, *, mortal: bool) -> None:
-        self.folder, self.random, self.mortal = folder, random, mortal
+        self.folder = folder
+        self.random = random
+        self.mortal = mortal
 
     async def live(self) -> bool:
         """Return whether all samples have arrived; False after a death, which comes at two thirds at the latest."""

@@ -109,7 +109,9 @@ def test_any_history_keeps_the_bounds() -> None:
 
 
 def _keeps_the_bounds(random: Random) -> None:
-    batch_size, eta, concurrent = random.randint(1, 6), random.randint(0, 4), random.randint(1, 40)
+    batch_size = random.randint(1, 6)
+    eta = random.randint(0, 4)
+    concurrent = random.randint(1, 40)
     counters = manager(batch_size, eta, concurrent)
     for _ in range(400):
         name = random.choice(["admit", "admit", "accept", "accept", "reject", "drop", "consume", "version"])
@@ -228,7 +230,9 @@ def test_the_rule_is_the_one_of_the_reference() -> None:
 
 
 def _gate_agrees_with_the_reference(random: Random) -> str:
-    batch_size, eta, step = random.randint(1, 4), random.randint(0, 4), random.randint(0, 8)
+    batch_size = random.randint(1, 4)
+    eta = random.randint(0, 4)
+    step = random.randint(0, 8)
     gate = StragglerGate(batch_size, eta)
     versions = {f"s{order}": random.randint(max(0, step - eta - 1), step) for order in range(random.randint(1, 14))}
     for order, (id, version) in enumerate(versions.items()):

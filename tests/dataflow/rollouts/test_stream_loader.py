@@ -24,7 +24,8 @@ class FakeStepBatches:
     """Step batches of two samples for ``steps`` steps, then none; or ``error``. ``asked``: the steps."""
 
     def __init__(self, steps: int, error: Exception | None = None) -> None:
-        self.steps, self.error = steps, error
+        self.steps = steps
+        self.error = error
         self.asked: list[int] = []
 
     async def step_batch(self, step: int) -> list[SequenceSample]:
@@ -45,7 +46,8 @@ def loader_of(source: FakeStepBatches) -> tuple[StreamLoader, AsyncIOSequenceBuf
         [type(train)("train", "actor", train.interface_type, "train", n_seqs=2, input_keys=("packed_input_ids",))],
         ["packed_input_ids"],
     )
-    buffer, storage = AsyncIOSequenceBuffer(graph, max_size=8), StorageMap()
+    buffer = AsyncIOSequenceBuffer(graph, max_size=8)
+    storage = StorageMap()
     return StreamLoader(source, buffer, storage, held_by=held_by, keys=["packed_input_ids"]), buffer, storage
 
 

@@ -15,7 +15,8 @@ from tests.dataflow.rollouts.toy_streamed_run import StreamedRun
 
 
 def drawn_run(folder: Path, random: Random) -> StreamedRun:
-    batch, steps = random.randint(1, 4), random.randint(1, 8)
+    batch = random.randint(1, 4)
+    steps = random.randint(1, 8)
     limit = random.choice([10**6, random.randint(1, batch * steps)])
     return StreamedRun(
         folder, random, batch, steps, random.randint(0, 3), random.random() < 0.3, limit, random.choice([0.0, 0.0, 0.1])

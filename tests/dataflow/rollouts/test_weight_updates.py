@@ -74,7 +74,8 @@ def gone(version: int) -> RemoteError:
 
 class Scene:
     def __init__(self, folder: Path, straggler_grace_s: float = 60.0) -> None:
-        self.caller, self.told = FakeCaller(), []
+        self.caller = FakeCaller()
+        self.told = []
         self.wrong: list[WrongWeights] = []
         self.warned: list[str] = []
         self.failed: list[str] = []

@@ -97,13 +97,18 @@ class FleetRun:
     master has sent away, or takes for dead, does harm to nobody; else no such engine answers any more."""
 
     def __init__(self, folder: Path, random: Random, *, gated: bool) -> None:
-        self.random, self.gated, self.folder = random, gated, folder
+        self.random = random
+        self.gated = gated
+        self.folder = folder
         self.batch, self.eta, self.steps = random.randint(1, 3), random.randint(0, 3), random.randint(3, 5)
         self.fleet = FakeFleet(lambda name: self.rollouts.worker_left(name, "killed"))
         self.view: list[Engine] = []
         self.playing: list[Sample] = []
         self.finished: dict[str, list[int]] = {}
-        self.step, self.born, self.spread, self.wasted = 0, 0, 0, 0
+        self.step = 0
+        self.born = 0
+        self.spread = 0
+        self.wasted = 0
         self.after: asyncio.Task[None] | None = None
 
     async def run(self) -> None:

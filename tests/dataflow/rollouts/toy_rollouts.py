@@ -26,7 +26,8 @@ class Conditions:
 
     @staticmethod
     def draw(random: Random, *, wait: bool = True, crashes: int = 0, changes: bool = False) -> Conditions:
-        batch_size, eta = random.randint(1, 5), random.randint(0, 4)
+        batch_size = random.randint(1, 5)
+        eta = random.randint(0, 4)
         concurrent = random.randint(1, (eta + 2) * batch_size)
         total = random.randint(1, 14 * batch_size)
         return Conditions(batch_size, eta, concurrent, total, random.randint(0, 2), crashes, wait, changes)
@@ -44,7 +45,9 @@ class Simulation:
     trained: dict[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.now, self.life, self.serial = 0.0, 0, 0
+        self.now = 0.0
+        self.life = 0
+        self.serial = 0
         self.events: list[tuple[float, int, int, Callable[[], None]]] = []
         self.drawn = self.orders = self.lost = 0
         self.retries: list[str] = []
@@ -67,7 +70,8 @@ class Simulation:
             consumed=done,
         )
         self.gate = StragglerGate(on.batch_size, on.eta, wait=on.wait)
-        self.training, self.over = False, False
+        self.training = False
+        self.over = False
 
     def run(self) -> None:
         for _ in range(self.on.crashes):
@@ -99,7 +103,8 @@ class Simulation:
         if self.retries:
             id = self.retries.pop(0)
         else:
-            id, self.drawn = f"s{self.drawn}", self.drawn + 1
+            id = f"s{self.drawn}"
+            self.drawn = self.drawn + 1
         self.manager.admit()
         self.versions[id] = self.manager.version
         self.gate.admit(id, self.manager.version, self.orders)
@@ -158,14 +163,16 @@ class Simulation:
         """The last steps are undone and will be repeated as they were; what runs is to be played again."""
         self.life += 1
         if self.on.changes:
-            eta, concurrent = self.random.randint(0, 4), self.random.randint(1, 10)
+            eta = self.random.randint(0, 4)
+            concurrent = self.random.randint(1, 10)
             self.on = replace(self.on, eta=eta, max_concurrent=concurrent)
         kept = max(0, len(self.trained) - self.random.randint(0, 2))
         undone = {step: self.trained.pop(step) for step in range(kept, len(self.trained))}
         waiting = [id for ids in undone.values() for id in ids] + self.arrived
         planned = {step: ids for step, ids in self.replay.items() if step >= kept}
         self.replay = {**undone, **planned}
-        self.arrived, self.released = waiting, {}
+        self.arrived = waiting
+        self.released = {}
         self.retries = sorted(self.running, key=lambda id: int(id[1:])) + self.retries
         self.running = set()
         self._start(kept, len(waiting))

@@ -29,7 +29,8 @@ class CountingSource:
     """Items s0, s1, ... up to ``limit``; its state knows of every result that it was told."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.count = limit, 0
+        self.limit = limit
+        self.count = 0
         self.told: list[str] = []
 
     def next_batch(self, n: int) -> list[SourceItem]:
@@ -44,7 +45,8 @@ class CountingSource:
         return {"count": self.count, "told": list(self.told)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.told = state["count"], list(state["told"])
+        self.count = state["count"]
+        self.told = list(state["told"])
 
     def stats(self) -> dict[str, float]:
         return {}
@@ -71,7 +73,9 @@ class FakeWorkers:
         self.dismissed: list[str] = []
         self.fails_only = ""
         self.failing: dict[str, Exception] = {}
-        self.version, self.trial, self.keeps = -1, 0, True
+        self.version = -1
+        self.trial = 0
+        self.keeps = True
 
     @property
     def plays(self) -> list[str]:
@@ -99,7 +103,8 @@ class FakeWorkers:
             manifest = WeightsManifest(payload["version"], "shm", "nowhere", 0, "", trial=payload["trial"])
             return {"manifest": to_payload(manifest)}
         if handler == "update_weights":
-            self.version, self.trial = payload["manifest"]["version"], payload["manifest"]["trial"]
+            self.version = payload["manifest"]["version"]
+            self.trial = payload["manifest"]["trial"]
             return {"weight_stage_ms": 1.0, "weight_pause_ms": 1.0}
         if handler == "probe_weights":
             return {"token_ids": [1, 2, 3], "logprobs": [-1.0 - self.trial % 2]}
@@ -306,7 +311,9 @@ class StreamedRun:
 
     async def _send(self, lease: RolloutLease, answers: list[str], *, error: str = "") -> None:
         self.logged += 1
-        number, meta, rank = self.logged, meta_of(lease.id), self.random.randrange(len(self.trainers))
+        number = self.logged
+        meta = meta_of(lease.id)
+        rank = self.random.randrange(len(self.trainers))
         ref = [number, number, 10, *([rank] if rank else [])]
         self.payloads[number] = (lease.id, lease.attempt, meta)
         self.refs.add(tuple(ref))
@@ -331,7 +338,8 @@ class StreamedRun:
             await asyncio.sleep(0)
         if not self.step_batch.done():
             return False
-        metas, self.step_batch = self.step_batch.result(), None
+        metas = self.step_batch.result()
+        self.step_batch = None
         held = self.control.locations.by_worker(meta.ids[0] for meta in metas)
         assert held.keys() <= {*self.trainers}, "every sample is held by a worker of this life"
         if not metas:

@@ -39,7 +39,8 @@ class Corridor:
 
     def reset(self, *, seed: int, options: Any) -> tuple[Any, dict[str, Any]]:
         self.callers.add(threading.get_ident())
-        self.place, self.seed = 0, seed
+        self.place = 0
+        self.seed = seed
         return {"place": 0, "options": options}, {}
 
     def step(self, action: int) -> tuple[Any, ...]:
@@ -115,7 +116,9 @@ def test_a_text_means_the_one_action_that_it_names(text: str, action: int | None
 def test_text_is_an_action_where_the_space_holds_it() -> None:
     spaces = SimpleNamespace(Text=type("Text", (), {}), Discrete=type("Discrete", (), {}))
     space = spaces.Text()
-    space.min_length, space.max_length, space.character_set = 1, 4, {*"abc"}
+    space.min_length = 1
+    space.max_length = 4
+    space.character_set = {*"abc"}
     actions = actions_of(SimpleNamespace(spaces=spaces), space, [])  # type: ignore[arg-type]
     assert actions.of("cab") == "cab"
     for text in ("", "abcab", "abz"):
@@ -130,7 +133,8 @@ def test_text_is_an_action_where_the_space_holds_it() -> None:
 def test_names_that_do_not_fit_the_actions_are_refused(names: list[str], named: str) -> None:
     spaces = SimpleNamespace(Text=type("Text", (), {}), Discrete=type("Discrete", (), {}))
     space = spaces.Discrete()
-    space.n, space.start = 3, 5
+    space.n = 3
+    space.start = 5
     package: Any = SimpleNamespace(spaces=spaces)
     assert actions_of(package, space, []).of("6") == 6
     with pytest.raises(ValueError, match=named):
@@ -239,7 +243,8 @@ async def test_what_the_environment_must_not_answer_is_a_failure(answer: Any) ->
 
 
 async def test_a_call_that_does_not_return_is_a_timeout_and_its_instance_is_left_to_it() -> None:
-    hold, given_up = threading.Event(), list[Threads]()
+    hold = threading.Event()
+    given_up = list[Threads]()
     before = threading.active_count()
     made = Made(hold=hold)
     env = environment(made, timeout_s=2.0, given_up=given_up)

@@ -44,13 +44,16 @@ async def test_an_environment_is_played_on_a_server_process_as_it_is_here() -> N
     with ServerProcess("--env", "sql", "--pool-size", "2") as server:
         spec = await asyncio.to_thread(build_environment, "openenv", {"url": server.url})
         assert spec.concurrency == 2 and spec.deterministic
-        here, there, other = sql.make(""), spec.make(""), spec.make("")
+        here = sql.make("")
+        there = spec.make("")
+        other = spec.make("")
         opening = await here.reset(script.task.payload, seed=script.task.seed)
         served = await there.reset({"task": script.task.payload}, seed=script.task.seed)
         assert served.messages[-1] == opening.messages[-1] and served.messages[0]["content"] == sql.system_prompt
         for text in script.turns:
             message = AssistantMessage(text, text=text)
-            one, another = await here.step(message), await there.step(message)
+            one = await here.step(message)
+            another = await there.step(message)
             assert [*one.messages] == [*another.messages]
             assert (one.reward, one.done, dict(one.metrics)) == (another.reward, another.done, dict(another.metrics))
         assert another.done and another.metrics["success"] == 1.0

@@ -20,7 +20,8 @@ from realhf.env.adapters.policy_endpoint import (
     read_messages,
 )
 
-SYSTEM, QUESTION = {"role": "developer", "content": "Be short."}, {"role": "user", "content": "How many?"}
+SYSTEM = {"role": "developer", "content": "Be short."}
+QUESTION = {"role": "user", "content": "How many?"}
 
 
 @asynccontextmanager

@@ -46,7 +46,8 @@ class WireServer:
         self.url = ""
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.open: set[ServerConnection] = set()
-        self._game, self._capacity = game, capacity
+        self._game = game
+        self._capacity = capacity
         self._pages = {"/schema": page or json.dumps({"action": action, "observation": {}, "state": {}})}
         if metadata is not None:
             self._pages["/metadata"] = json.dumps(metadata)

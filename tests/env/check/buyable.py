@@ -22,7 +22,8 @@ class Bought:
             yield Demonstration(Task(f"{row['box']}-train", payload=row), (f"<tool_call>{call}</tool_call>",))
 
     def reset(self, box, place, **row):
-        self.places, self.goal = {"tea": "right", "salt": "right"}, {box: place}
+        self.places = {"tea": "right", "salt": "right"}
+        self.goal = {box: place}
         return f"Move {box} to the {place}, and leave the other box at the right."
 
     def move(self, box: str, place: str) -> str:

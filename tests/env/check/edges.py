@@ -24,7 +24,8 @@ class Shelf:
             yield Demonstration(Task(task, payload=row), (f"<tool_call>{call}</tool_call>",))
 
     def reset(self, box, width, **row):
-        self.boxes, self.goal = {}, {box: (width, "")}
+        self.boxes = {}
+        self.goal = {box: (width, "")}
         return f"Put the box {box}, {width} wide, on the shelf and nothing else."
 
     def create_box(self, box: str, width: int, label: str = "") -> str:

@@ -55,7 +55,9 @@ class Sound:
 
     async def reset(self, task, *, seed):
         await self.close()
-        self.target, self.count, self.turns = target_of(task, seed), 0, 0
+        self.target = target_of(task, seed)
+        self.count = 0
+        self.turns = 0
         self.ticking = asyncio.create_task(asyncio.sleep(60))
         question = {"role": "user", "content": f"The counter is at 0. Bring it to {self.target}."}
         return {"messages": [question], "tools": TOOLS}

@@ -312,7 +312,8 @@ class Game:
         self.turns = 0
 
     async def reset(self, task: Any, *, seed: int) -> Opening:
-        self.word, self.turns = task["word"], 0
+        self.word = task["word"]
+        self.turns = 0
         number = seed if self.quirk == "opens by seed" else 0
         return Opening([{"role": "user", "content": f"Say the word {number}."}])
 

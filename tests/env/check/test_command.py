@@ -16,7 +16,8 @@ from realhf.env.__main__ import main
 from realhf.env.loader.load import parse_options
 
 HERE = Path(__file__).parent
-SOUND, HANGS = f"{HERE / 'sound.py'}:Sound", f"{HERE / 'broken' / 'hangs_hard.py'}:Broken"
+SOUND = f"{HERE / 'sound.py'}:Sound"
+HANGS = f"{HERE / 'broken' / 'hangs_hard.py'}:Broken"
 SERVED = f"{HERE / 'served.py'}:Served"
 QUICK = ("--instances", "4", "--tasks", "2")
 

@@ -35,7 +35,8 @@ def sums(tmp_path: Path) -> Path:
 async def test_a_row_is_one_question_and_one_answer(build: Build, sums: Path) -> None:
     """The file may lie beside the author's; groups come from the column that the option names."""
     spec = build(REWARD, data="sums.jsonl", group_column="level", heldout_fraction=0.25)
-    train, held_out = spec.tasks("train"), spec.tasks("heldout")
+    train = spec.tasks("train")
+    held_out = spec.tasks("heldout")
     assert (len(train.group_of) + len(held_out.group_of), train.groups) == (60, ("low", "high"))
     assert 6 <= len(held_out.group_of) <= 24
     task = held_out.instantiate(next(iter(held_out.group_of)), 3)

@@ -157,7 +157,8 @@ def test_tasks_are_those_of_the_class_or_its_module(build: Build, where: str) ->
     function = f"def tasks(split): return {rows}"
     method = f"    @staticmethod\n    def tasks(split, options): return {rows}\n"
     spec = build(guess() + "\n" + (method if where == "class" else function))
-    train, held_out = spec.tasks("train"), spec.tasks("heldout")
+    train = spec.tasks("train")
+    held_out = spec.tasks("heldout")
     payloads: list[list[Any]] = [
         [each.instantiate(name, 0).payload["n"] for name in each.group_of] for each in (train, held_out)
     ]

@@ -26,7 +26,10 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def test_no_more_jobs_run_at_once_than_there_are_threads() -> None:
     """The others wait for their turn, and every caller gets its own result or error."""
-    threads, lock, running, most = Threads("test", 3), threading.Lock(), 0, 0
+    threads = Threads("test", 3)
+    lock = threading.Lock()
+    running = 0
+    most = 0
     first = threading.Barrier(3)
 
     def job(number: int) -> int:
@@ -50,7 +53,9 @@ async def test_no_more_jobs_run_at_once_than_there_are_threads() -> None:
 
 async def test_a_job_that_was_given_up_leaves_its_place_to_others() -> None:
     """It runs on, counted as stuck, and ``after`` follows it in the same thread."""
-    threads, release, ended = Threads("test", 1), threading.Event(), []
+    threads = Threads("test", 1)
+    release = threading.Event()
+    ended = []
     stuck = asyncio.create_task(
         threads.run(
             lambda: ended.append(threading.get_ident()) or release.wait(60), lambda: ended.append(threading.get_ident())
@@ -71,7 +76,9 @@ async def test_a_job_that_was_given_up_leaves_its_place_to_others() -> None:
 
 async def test_a_job_that_was_given_up_in_the_queue_never_runs() -> None:
     """What comes after it does, because somebody counts on it."""
-    threads, release, ran = Threads("test", 1), threading.Event(), []
+    threads = Threads("test", 1)
+    release = threading.Event()
+    ran = []
     first = asyncio.create_task(threads.run(lambda: release.wait(60)))
     waiting = asyncio.create_task(threads.run(lambda: ran.append("work"), lambda: ran.append("after")))
     await asyncio.sleep(0.02)
@@ -86,7 +93,9 @@ async def test_a_job_that_was_given_up_in_the_queue_never_runs() -> None:
 async def test_too_many_jobs_that_never_return_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """New ones are refused as long as it lasts."""
     monkeypatch.setattr(module, "MOST_STUCK", 2)
-    threads, release, begun = Threads("Stubborn", 2), threading.Event(), list[None]()
+    threads = Threads("Stubborn", 2)
+    release = threading.Event()
+    begun = list[None]()
     tasks = [asyncio.create_task(threads.run(lambda: begun.append(None) or release.wait(60))) for _ in range(2)]
     await until(lambda: len(begun) == 2)
     for task in tasks:
@@ -115,7 +124,8 @@ async def test_whatever_a_job_raises_reaches_its_caller(error: type[BaseExceptio
 
 async def test_random_jobs_deadlines_and_errors_leave_nothing_behind() -> None:
     """Whenever a caller gives up, the books balance in the end and every thread is free again."""
-    threads, after = Threads("test", 4), []
+    threads = Threads("test", 4)
+    after = []
     numbers = [(7 * n) % 11 for n in range(300)]
 
     async def one(number: int) -> None:

@@ -167,7 +167,8 @@ async def test_options_reach_the_class_and_data_makes_tasks(build: Build, tmp_pa
 """
     text = "from dataclasses import dataclass\n" + COUNTER.replace("    done = False\n", options)
     spec = build(text, step=3, data="goals.jsonl")
-    train, held_out = spec.tasks("train"), spec.tasks("heldout")
+    train = spec.tasks("train")
+    held_out = spec.tasks("heldout")
     assert len(train.group_of) + len(held_out.group_of) == 40 and set(train.groups) == {"g0", "g1"}
     assert 1 <= len(held_out.group_of) <= 12 and not set(train.group_of) & set(held_out.group_of)
     first = train.instantiate(next(iter(train.group_of)), 5)

@@ -54,7 +54,8 @@ def _connect(stage: Stage, headers: dict[str, str]) -> Any:
     if "Host" not in headers:
         return connect(url, additional_headers=headers, proxy=None)
     port = int(stage.server.url.rpartition(":")[2])  # the client writes the host of its address
-    url, there = f"ws://{headers.pop('Host')}:{port}/ws", socket.create_connection(("127.0.0.1", port))
+    url = f"ws://{headers.pop('Host')}:{port}/ws"
+    there = socket.create_connection(("127.0.0.1", port))
     return connect(url, sock=there, additional_headers=headers, proxy=None)
 
 
@@ -90,7 +91,8 @@ def test_a_foreign_page_reaches_no_route(stage: Stage, headers: dict[str, str], 
 
 
 def test_programs_and_the_servers_own_pages_are_served(stage: Stage) -> None:
-    url, port = stage.server.url, stage.server.url.rpartition(":")[2]
+    url = stage.server.url
+    port = stage.server.url.rpartition(":")[2]
     for headers in (
         {},
         {"Host": "localhost"},
@@ -141,7 +143,9 @@ def test_a_reset_needs_no_body(stage: Stage) -> None:
     assert httpx.post(stage.server.url + "/reset", content=b"{}", headers=json_of_a_client).status_code == 200
 
 
-LONG, BROKEN, BIG = "x" * 256, "\ud800", 1 << 63
+LONG = "x" * 256
+BROKEN = "\ud800"
+BIG = 1 << 63
 UNBOUNDED = [
     {"type": "reset", "data": {"episode_id": LONG}}, {"type": "reset", "data": {"episode_id": "x" * 900_000}},
     {"type": "reset", "data": {"episode_id": BROKEN}}, {"type": "reset", "data": {"seed": BIG}},

@@ -294,7 +294,8 @@ async def test_a_session_that_breaks_says_so_and_ends(stage: Stage, monkeypatch:
 class FakeSlowPool(FakePool):
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.asked, self.given_up = threading.Event(), threading.Event()
+        self.asked = threading.Event()
+        self.given_up = threading.Event()
 
     def acquire(self) -> int:
         self.asked.set()

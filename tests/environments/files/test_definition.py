@@ -39,7 +39,8 @@ async def play(environment: Environment, task: Task, *texts: str) -> list[Turn]:
 async def test_every_demonstration_ends_as_it_says():
     """Through the door and the parser of calls: success ends the episode with its last turn and not before."""
     files = spec()
-    environment, kinds = files.make(""), Counter()
+    environment = files.make("")
+    kinds = Counter()
     assert files.demonstrate
     for shown in files.demonstrate(ASKED):
         turns = await play(environment, shown.task, *shown.turns)

@@ -98,7 +98,8 @@ def test_every_instance_holds_names_and_all_are_of_its_split(template: str):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_seeds_draw_instances_that_differ(template: str):
     """The same seed draws the same task, other seeds other ones."""
-    tasks, again = FilesTasks(GROUPS, TRAIN), FilesTasks(GROUPS, TRAIN)
+    tasks = FilesTasks(GROUPS, TRAIN)
+    again = FilesTasks(GROUPS, TRAIN)
     drawn = [tasks.instantiate(template, seed) for seed in range(DRAWS)]
     assert drawn == [again.instantiate(template, seed) for seed in range(DRAWS)]
     assert len({json.dumps(task.payload) for task in drawn}) == DRAWS == len({task.id for task in drawn})

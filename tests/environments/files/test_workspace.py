@@ -162,7 +162,8 @@ HOSTILE_PATHS: list[Any] = [
 @pytest.mark.parametrize("path", HOSTILE_PATHS, ids=lambda path: ascii(path)[:30])
 def test_a_path_that_is_none_is_refused_and_changes_nothing(path: Any):
     """Every tool that takes a path refuses it, quickly and briefly, and the folder stays as it was."""
-    workspace, said = opened(), list[str]()
+    workspace = opened()
+    said = list[str]()
 
     def every_tool() -> None:
         said[:] = [
@@ -242,7 +243,8 @@ def test_a_search_is_for_plain_text():
 )
 def test_any_calls_leave_the_files_that_a_plain_model_has(calls: list[tuple[str, str, str]]):
     """A map beside, changed by the calls that were not refused, ends with the same files."""
-    workspace, model = opened(), dict(START)
+    workspace = opened()
+    model = dict(START)
     for tool, first, second in calls:
         own = first.removeprefix("./")
         if tool == "w" and not refused(workspace.write_file, first, second):
@@ -378,7 +380,8 @@ def test_people_see_the_folder_and_the_answer_in_bounded_room() -> None:
 
 def test_the_state_key_is_that_of_the_folder_and_of_the_answer() -> None:
     """However it came about: by reads alone it stays, and what was undone is as it was."""
-    one, other = opened(), opened()
+    one = opened()
+    other = opened()
     start = one.state_key
     one.read_file("a.txt")
     one.write_file("n.txt", "new")

@@ -53,7 +53,9 @@ def attack(statement: str, folder: Path, *, writable: bool):
     names = {"{T}": INSTANCE.tables[0].name, "{U}": INSTANCE.tables[1].name, "{F}": str(folder / "escaped")}
     for mark, name in names.items():
         statement = statement.replace(mark, name)
-    before, files, written = target.rows(), open_files(), written_bytes()
+    before = target.rows()
+    files = open_files()
+    written = written_bytes()
     started = time.thread_time()
     result = target.execute(statement)
     took_ms = (time.thread_time() - started) * 1e3

@@ -198,7 +198,8 @@ async def test_deleting_what_should_be_changed_is_no_progress():
     """It used to count as a wrong row less."""
     task = SqlTaskSet().instantiate("raise_numbers", 8)
     (statement,) = draw_instance(task.payload).statements
-    table, condition = statement.split()[1], statement.partition(" WHERE ")[2]
+    table = statement.split()[1]
+    condition = statement.partition(" WHERE ")[2]
     turns = await play(task, [f"DELETE FROM {table} WHERE {condition}"])
     assert said(turns[0]).startswith("ok, ") and "0 rows" not in said(turns[0])
     assert score(turns) <= 0
@@ -218,7 +219,8 @@ async def test_harm_that_is_repaired_costs_nothing():
 async def test_the_state_is_that_of_the_rows_and_of_a_question_what_was_read():
     """Reads and failures leave it; a change and its repair come back to it, and another episode to the same."""
     table = draw_instance(CHANGE.payload).tables[0].name
-    there, back = f"UPDATE {table} SET id = id + 500", f"UPDATE {table} SET id = id - 500"
+    there = f"UPDATE {table} SET id = id + 500"
+    back = f"UPDATE {table} SET id = id - 500"
     keys = [turn.state_key for turn in await play(CHANGE, [f"SELECT * FROM {table}", "nonsense", there, back])]
     other = [turn.state_key for turn in await play(CHANGE, [there, "answer: 5"])]
     assert keys[0] == keys[1] == keys[3] != keys[2] and other == [keys[2]] * 2 and "" not in keys
@@ -350,7 +352,8 @@ async def test_hundreds_at_once_leave_nothing_behind():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
     held: list = []
-    before, sizes = files(), []
+    before = files()
+    sizes = []
     for _ in range(3):
         await asyncio.gather(*(hold(number) for number in range(200)))
         deadline = time.monotonic() + 60

@@ -304,7 +304,8 @@ def test_a_killed_process_loses_at_most_what_it_had_not_flushed(tmp_path: Path):
         "    time.sleep(0.001)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[3])
-    store, due = RolloutStore(tmp_path), time.monotonic() + 60
+    store = RolloutStore(tmp_path)
+    due = time.monotonic() + 60
     while len(store.play.lines) < 40 and time.monotonic() < due:
         store.refresh()
         time.sleep(0.01)
@@ -319,7 +320,8 @@ def test_recording_stops_at_its_bound_and_says_so_once(tmp_path: Path, caplog: p
                                                        monkeypatch: pytest.MonkeyPatch):  # fmt: skip
     monkeypatch.setattr(writer, "FLUSH_S", 0.01)
     recorder = RolloutWriter(tmp_path, "w/0", ALL, limit_bytes=3000)
-    due, number = time.monotonic() + 60, 0
+    due = time.monotonic() + 60
+    number = 0
     while recorder.keeps and time.monotonic() < due:
         recorder.played(sample(id=f"s@{number}"))
         number += 1
@@ -418,5 +420,6 @@ def test_a_number_of_rollouts_is_a_number(value: str):
 
 
 def test_lines_hold_what_the_page_filters_by():
-    play, train = PlayLine(id="a/b/3", time=1.0, step=2), TrainLine(id="a/b/3", time=1.0, step=2)
+    play = PlayLine(id="a/b/3", time=1.0, step=2)
+    train = TrainLine(id="a/b/3", time=1.0, step=2)
     assert (play.sample, play.row, train.sample) == ("a/b", 3, "a/b")

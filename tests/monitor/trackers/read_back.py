@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 32768
-LOSS, EVALUATION = "policy/loss", "eval/heldout/sampled/success/overall"
+LOSS = "policy/loss"
+EVALUATION = "eval/heldout/sampled/success/overall"
 
 
 def of_wandb(folder: Path) -> dict[str, Any]:
@@ -38,13 +39,15 @@ def of_wandb(folder: Path) -> dict[str, Any]:
 def _records(log: bytes) -> Iterator[bytes]:
     """Yield the records of a log in blocks of 32 KiB behind 7 bytes: each piece has a checksum (4 bytes), its
     length (2) and its kind (1: whole, 2: first, 3: middle, 4: last). What a killed process left of a record ends it."""
-    at, held = 7, b""
+    at = 7
+    held = b""
     while at + 7 <= len(log):
         left = BLOCK - at % BLOCK
         if left < 7:
             at += left
             continue
-        size, kind = int.from_bytes(log[at + 4 : at + 6], "little"), log[at + 6]
+        size = int.from_bytes(log[at + 4 : at + 6], "little")
+        kind = log[at + 6]
         if not 1 <= kind <= 4 or at + 7 + size > len(log):
             return
         held = (b"" if kind in (1, 2) else held) + log[at + 7 : at + 7 + size]

@@ -11,7 +11,9 @@ from pathlib import Path
 from realhf.monitor.metrics import evaluation_metrics
 from realhf.monitor.trackers import TrackerStream
 
-STEPS, CHECKPOINT, KILLED_AFTER = 6, 3, 4
+STEPS = 6
+CHECKPOINT = 3
+KILLED_AFTER = 4
 MANY = {f"other/{number}": 0.5 for number in range(1500)}
 """More than a tracker keeps in memory, so that the killed process leaves something of every step."""
 
@@ -21,7 +23,9 @@ def evaluation(step: int) -> dict[str, float]:
 
 
 def main() -> int:
-    folder, name, killed = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "killed"
+    folder = Path(sys.argv[1])
+    name = sys.argv[2]
+    killed = sys.argv[3] == "killed"
     warnings: list[str] = []
     past = [(step, {"policy/loss": float(step)}) for step in range(1, CHECKPOINT + 1)] + [(2, evaluation(2))]
     done = 0 if killed else CHECKPOINT

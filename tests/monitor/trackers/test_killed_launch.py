@@ -17,7 +17,9 @@ import pytest
 from tests.monitor.trackers.test_real_trackers import PYTHON, ROOT, call
 from tests.process_family import gone, kill_all
 
-STEPS, CHECKPOINT, KILLED_AFTER = 24, 4, 6
+STEPS = 24
+CHECKPOINT = 4
+KILLED_AFTER = 6
 """The run is killed when so many steps are complete, and goes on from the last checkpoint before."""
 PATIENCE_S = 400.0
 OPTIONS = (
@@ -63,7 +65,8 @@ def rows(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def test_a_killed_and_resumed_launch_is_one_run(tmp_path: Path) -> None:
-    run, end = tmp_path / "grpo" / "killed", time.monotonic() + PATIENCE_S
+    run = tmp_path / "grpo" / "killed"
+    end = time.monotonic() + PATIENCE_S
     with launched(tmp_path) as launcher:
         while len(rows(run)) < KILLED_AFTER:
             said = (tmp_path / "log").read_text("utf-8", "replace")[-2000:]

@@ -34,7 +34,10 @@ class Kept:
     """A tracker that keeps what it gets, and breaks when it gets ``bad``."""
 
     def __init__(self, facts: RunInfo, bad: str = "") -> None:
-        self.facts, self.bad, self.got, self.closed = facts, bad, list[Any](), threading.Event()
+        self.facts = facts
+        self.bad = bad
+        self.got = list[Any]()
+        self.closed = threading.Event()
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         if self.bad in values:
@@ -50,7 +53,8 @@ class Kept:
 
 
 def opened(folder: Path, completed: int = 0, **bad: str) -> tuple[TrackerStream, dict[str, Kept], list[str]]:
-    made, warnings = dict[str, Kept](), list[str]()
+    made = dict[str, Kept]()
+    warnings = list[str]()
 
     def adapter(name: str) -> Any:
         return lambda facts: made.setdefault(name, Kept(facts, bad[name]))
@@ -88,7 +92,8 @@ def test_one_that_fails_is_left_out_and_named_once(tmp_path: Path) -> None:
 def test_one_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "CLOSE_S", 0.05)
     monkeypatch.setattr(trackers, "MAX_QUEUED", 5)
-    release, warnings = threading.Event(), list[str]()
+    release = threading.Event()
+    warnings = list[str]()
 
     def hang(facts: RunInfo) -> Kept:
         assert release.wait(PATIENCE_S)
@@ -166,13 +171,15 @@ def log_of(*rows: dict[str, Any]) -> bytes:
     """A log whose records are JSON, cut into pieces at the ends of blocks."""
     log = b":W&B\0\0\0"
     for row in rows:
-        data, first = json.dumps(row).encode(), True
+        data = json.dumps(row).encode()
+        first = True
         while data or first:
             room = BLOCK - len(log) % BLOCK
             if room < 7:
                 log += bytes(room)
                 continue
-            part, data = data[: room - 7], data[room - 7 :]
+            part = data[: room - 7]
+            data = data[room - 7 :]
             log += piece(part, (1 if first else 4) if not data else (2 if first else 3))
             first = False
     return log

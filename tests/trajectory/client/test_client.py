@@ -138,7 +138,8 @@ def test_compression_where_it_pays():
         choose_compression("zstd", "http://localhost", binary=False)
     with pytest.raises(ValueError, match="auto, none"):
         choose_compression("brotli", "http://localhost", binary=True)
-    large, small = group(4, 400), group(1, 2)
+    large = group(4, 400)
+    small = group(1, 2)
     for binary, coding, inflate in ((True, "zstd", unzstd), (False, "gzip", gunzip)):
         body, headers = encode_groups([large], listed=True, binary=binary, compression=coding)
         assert headers["Content-Encoding"] == coding
@@ -260,7 +261,8 @@ def test_leases_end_when_they_are_told_to(clients, url):
     with TrajectoryClient(url, explicit_acks=True, trainer_id="me") as trainer:
         started(trainer)
         producer.push_many([group(2, seed=seed) for seed in range(6)])
-        one, two = trainer.pull(60), trainer.pull(60)
+        one = trainer.pull(60)
+        two = trainer.pull(60)
         assert (one.step, two.step) == (0, 1)
         assert {lease["owner"] for lease in trainer.leases()} == {"me"} and len(trainer.leases()) == 2
         trainer.nack(one.lease_id)
@@ -385,7 +387,8 @@ def test_a_batch_that_broke_off_comes_again(clients, url, explicit):
         sent = [group(2, 20, seed=seed) for seed in range(4)]
         producer.push_many(sent)
         relay.cut_answers(900)
-        first, second = trainer.pull(60), trainer.pull(60)
+        first = trainer.pull(60)
+        second = trainer.pull(60)
         assert relay.cut == 1
         assert first.redelivered and (first.step, second.step) == (0, 1)
         assert plain(first) + plain(second) == sent

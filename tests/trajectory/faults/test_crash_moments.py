@@ -27,7 +27,9 @@ from tests.trajectory.groups import group
 
 pytestmark = pytest.mark.slow
 
-KILLS, LIST, BATCH = 5, 3, 8
+KILLS = 5
+LIST = 3
+BATCH = 8
 HEADERS = {"X-Trainer-Id": "me"}
 
 
@@ -193,7 +195,8 @@ async def drain(client: AsyncTrajectoryClient, got: list[int]) -> None:
 async def test_our_clients_lose_and_double_nothing(server):
     """Every push counts once, every batch ends once."""
     options: dict[str, Any] = {"retry_for_s": 60.0}
-    numbers, got = iter(range(CLIENT_GROUPS)), []
+    numbers = iter(range(CLIENT_GROUPS))
+    got = []
     async with AsyncTrajectoryClient(server.url, **options, explicit_acks=True, trainer_id="me") as trainer:
         await trainer.register(batch_size=4, max_token_len=64, num_steps=99)
         with pytest.raises(NoBatchYet):

@@ -120,7 +120,8 @@ def test_a_full_disk_can_be_drained_also_after_a_kill(tmp_path):
                 file.write(b"x" * 65536)
                 file.flush()
         assert os.statvfs(inside).f_bavail == 0
-        explicit, seen = {"X-Trainer-Id": "t", "X-Ack-Mode": "explicit"}, []
+        explicit = {"X-Trainer-Id": "t", "X-Ack-Mode": "explicit"}
+        seen = []
         for batch in range(len(accepted) // 2):
             if batch == 10:
                 os.kill(int((inside / "lock").read_text()), signal.SIGKILL)

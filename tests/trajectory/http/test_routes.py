@@ -124,7 +124,8 @@ def test_nonsense_is_4xx_everywhere(api, path, body):
 
 def test_status_env_in_its_three_forms(api):
     start(api, batch_size=64)
-    first, second = register_env(api, 2), register_env(api, 4)
+    first = register_env(api, 2)
+    second = register_env(api, 4)
     for env, size, count in ((first, 2, 2), (second, 4, 3)):
         for _ in range(count):
             assert api.post("/scored_data", json=group(size, env_id=env)).json() == {"status": "received"}

@@ -24,7 +24,8 @@ from tests.trajectory.groups import group
 
 pytestmark = pytest.mark.slow
 
-STEPS, BATCH = 100, 16
+STEPS = 100
+BATCH = 16
 POLL_S = 0.01
 
 
@@ -55,7 +56,10 @@ class StockEnvironment(threading.Thread):
 
     def __init__(self, url: str, number: int, group_size: int, stop: threading.Event) -> None:
         super().__init__(name=f"env-{number}", daemon=True)
-        self._url, self._number, self._group_size, self._stop_event = url, number, group_size, stop
+        self._url = url
+        self._number = number
+        self._group_size = group_size
+        self._stop_event = stop
         self.sent: list[str] = []
         self.dropped: list[int] = []
 
@@ -82,9 +86,11 @@ class StockEnvironment(threading.Thread):
         tokens = 40 if len(self.sent) % 2 else 2
         item = group(self._group_size, tokens, group_overrides={"name": name}, env_id=env_id)
         listed = len(self.sent) % 5 == 0
-        body, headers = json.dumps([item] if listed else item).encode(), {"Content-Type": "application/json"}
+        body = json.dumps([item] if listed else item).encode()
+        headers = {"Content-Type": "application/json"}
         if len(body) >= 1024:
-            body, headers["Content-Encoding"] = gzip.compress(body), "gzip"
+            body = gzip.compress(body)
+            headers["Content-Encoding"] = "gzip"
         for _ in range(3):
             try:
                 status, _ = send(self._url, "POST", "/scored_data_list" if listed else "/scored_data", body, headers)

@@ -106,7 +106,8 @@ def test_a_browser_shows_the_data_with_the_token_from_the_address():
     with running_server(token="s") as url, closing(Chromium()) as page:
         page.open(url + "/ui")
         page.wait("document.getElementById('notice').textContent.includes('a token is needed')")
-        refused, page.problems[:] = list(page.problems), []
+        refused = list(page.problems)
+        page.problems[:] = []
         assert all("401" in problem for problem in refused)
         page.open(url + "/ui?again#token=s")
         page.wait("document.getElementById('state').textContent.includes('no trainer registered')")

@@ -115,12 +115,15 @@ def original_rule(queue: list[int], batch_size: int) -> list[int] | None:
     """The original, word by word: indices of the batch or None."""
     if sum(queue) < batch_size or not queue:
         return None
-    largest, waiting, ready = max(queue), {}, []
+    largest = max(queue)
+    waiting = {}
+    ready = []
     for index, size in enumerate(queue):
         waiting.setdefault(size, []).append(index)
         if len(waiting[size]) * size == largest:
             ready += waiting.pop(size)
-    chosen, total = [], 0
+    chosen = []
+    total = 0
     for index in ready:
         chosen.append(index)
         total += queue[index]
@@ -287,7 +290,9 @@ def test_turns_grow_with_the_batch_and_not_with_its_square(monkeypatch):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 2)), max_size=30), st.data())
 def test_the_index_counts_what_is_there(units, data):
-    index, kept, order = QueueIndex(), [], 0
+    index = QueueIndex()
+    kept = []
+    order = 0
     for size, env_id in units:
         if data.draw(st.booleans()) and kept:
             index.remove(kept.pop(data.draw(st.integers(0, len(kept) - 1))))

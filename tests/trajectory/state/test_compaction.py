@@ -70,7 +70,8 @@ async def test_one_group_in_each_file_keeps_little_of_them(tmp_path):
     await engine.write(delivery.pull, PullRequest("t", anonymous=False))
     await engine.write(registry.register_env, ENV)
     for number in range(1000):
-        kept, early = number % 10 == 0, number < 500
+        kept = number % 10 == 0
+        early = number < 500
         await put(engine, number, 3 if kept and early else 5 if kept else 4, 0 if kept and early else None)
         if not kept:
             await consume(engine, 1)
@@ -102,7 +103,9 @@ async def test_one_group_in_each_file_keeps_little_of_them(tmp_path):
 async def test_nothing_is_lost_or_reordered_while_room_is_given_back(tmp_path):
     """Pushes and pulls go on beside it, and bundles, stale groups and quarantine with them."""
     engine, rng = await over(tmp_path, max_staleness=3, stale_policy="last"), random.Random(5)
-    order, done, freed = list[bytes](), asyncio.Event(), list[int]()
+    order = list[bytes]()
+    done = asyncio.Event()
+    freed = list[int]()
 
     async def compacting() -> None:
         while not done.is_set():
@@ -159,7 +162,8 @@ async def test_what_a_failed_round_acknowledged_is_not_given_back(tmp_path, monk
 
 async def test_what_a_file_that_is_written_again_held_before_counts(tmp_path):
     """Large payloads do not fit beside small ones, which are kept: each file is begun anew over the last large one."""
-    engine, rest = await over(tmp_path), b"r" * (SEGMENT - 2000)
+    engine = await over(tmp_path)
+    rest = b"r" * (SEGMENT - 2000)
     await engine.write(delivery.pull, PullRequest("t", anonymous=False))
     for number in range(40):
         small = b"%06d" % number * 500
@@ -177,7 +181,8 @@ async def test_what_a_file_that_is_written_again_held_before_counts(tmp_path):
 
 async def test_gaps_without_a_whole_block_are_not_asked_for(tmp_path, monkeypatch):
     """Between small payloads there are hundreds of thousands in a file, and each is a call on the writer's thread."""
-    asked, real = list[tuple[int, int]](), segments._fallocate
+    asked = list[tuple[int, int]]()
+    real = segments._fallocate
 
     def counted(handle: int, mode: int, offset: int, length: int) -> int:
         asked.append((offset, length))

@@ -58,7 +58,8 @@ def test_the_next_pull_of_the_same_trainer_acknowledges_what_was_sent():
 def test_an_explicit_lease_outlives_the_next_pull():
     driver = started()
     driver.push(4, 4, 4, 4)
-    first, second = driver.batch(explicit=True), driver.batch(explicit=True)
+    first = driver.batch(explicit=True)
+    second = driver.batch(explicit=True)
     assert set(driver.state.groups) == {*ids(first), *ids(second)}
     delivery.ack(driver.state, driver.now, second.lease_id)
     assert set(driver.state.groups) == set(ids(first))
@@ -195,7 +196,8 @@ def test_ended_leases_are_forgotten_after_a_while():
 def test_a_trainer_without_a_name_gets_none_while_a_batch_is_on_its_way_to_it():
     """Of two pulls at once one gets the batch and the other none. The answer without a batch says that one is held
     under the address, so that no cookie goes with it: the pull after that has to acknowledge the batch."""
-    driver, peer = started(), PullRequest("peer 10.0.0.1")
+    driver = started()
+    peer = PullRequest("peer 10.0.0.1")
     driver.push(4, 4)
     batch = delivery.pull(driver.state, driver.now, peer)
     assert isinstance(batch, LeasedBatch)

@@ -64,7 +64,8 @@ def test_huge_weights_and_lengths_do_not_overflow():
 
 def test_minimums_are_subtracted_from_what_others_hold():
     driver = started(batch_size=16)
-    first, second = driver.env(group_size=4, min_batch_allocation=0.5), driver.env(group_size=4)
+    first = driver.env(group_size=4, min_batch_allocation=0.5)
+    second = driver.env(group_size=4)
     for _ in range(4):
         driver.push(4, env=first)
     answer = status(driver, second)
@@ -182,7 +183,8 @@ def test_weights_hold_over_fifty_batches(weights):
 def test_who_returns_gets_no_burst(late):
     """An environment, or groups of nobody, after a pause."""
     driver = started(batch_size=2)
-    steady, _ = driver.env(group_size=2), driver.env(group_size=2)
+    steady = driver.env(group_size=2)
+    _ = driver.env(group_size=2)
     for _ in range(60):
         driver.push(2, env=steady)
     for _ in range(20):

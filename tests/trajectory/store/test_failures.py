@@ -176,7 +176,8 @@ class SlowStore(MemoryStore):
     """Memory whose commits wait until the test lets them go."""
 
     def __init__(self) -> None:
-        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        self.begun = asyncio.Event()
+        self.go = asyncio.Event()
 
     async def commit(self, changes: Changes) -> None:
         self.begun.set()
@@ -224,7 +225,9 @@ async def test_a_read_that_waits_for_the_disk_holds_up_no_commit(tmp_path, monke
     """Commits are made on the event loop, so whatever they wait for everybody waits for."""
     store = await opening(SqliteStore(tmp_path))
     [first] = await put(store, [1])
-    reading, disk, pread = threading.Event(), threading.Event(), os.pread
+    reading = threading.Event()
+    disk = threading.Event()
+    pread = os.pread
 
     def slow_pread(handle: int, nbytes: int, offset: int) -> bytes:
         reading.set()
@@ -274,7 +277,8 @@ async def test_a_failed_round_is_undone_without_reading_everything_anew(tmp_path
 async def test_no_view_shows_what_a_round_did_not_keep(tmp_path):
     """Neither metrics nor the epoch in each answer's header tell of a round that may still fail."""
     store, engine = await refusing(tmp_path)
-    metrics, epoch = Metrics(engine, BodyBudget(1 << 20)), engine.epoch
+    metrics = Metrics(engine, BodyBudget(1 << 20))
+    epoch = engine.epoch
     assert epoch == engine.state.run.epoch
     store.refuses = True
     resetting = asyncio.create_task(engine.write(registry.reset))

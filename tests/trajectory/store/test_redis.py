@@ -44,7 +44,8 @@ def run_of(epoch: int) -> Changes:
 
 
 async def test_what_one_commits_the_other_follows(address):
-    one, two = RedisStore(address), RedisStore(address)
+    one = RedisStore(address)
+    two = RedisStore(address)
     for store in (one, two):
         assert not any((await store.open()).values())
     assert await one.begin() == []
@@ -62,7 +63,8 @@ async def test_what_one_commits_the_other_follows(address):
 
 
 async def test_prefixes_keep_runs_apart(address):
-    one, two = RedisStore(address + "?prefix=a"), RedisStore(address + "?prefix=b")
+    one = RedisStore(address + "?prefix=a")
+    two = RedisStore(address + "?prefix=b")
     await one.open()
     await one.begin()
     await one.commit(run_of(1))
@@ -78,7 +80,8 @@ async def test_prefixes_keep_runs_apart(address):
 
 
 async def test_a_lost_lock_writes_nothing(address):
-    slow, other = RedisStore(address), RedisStore(address)
+    slow = RedisStore(address)
+    other = RedisStore(address)
     await slow.open()
     await other.open()
     await slow.begin()
@@ -94,7 +97,8 @@ async def test_a_lost_lock_writes_nothing(address):
 
 
 async def test_a_dead_holder_of_the_lock_is_waited_out(address):
-    dead, alive = RedisStore(address), RedisStore(address)
+    dead = RedisStore(address)
+    alive = RedisStore(address)
     await dead.open()
     await alive.open()
     await dead.begin()
@@ -105,7 +109,8 @@ async def test_a_dead_holder_of_the_lock_is_waited_out(address):
 
 
 async def test_who_was_away_too_long_must_load_anew(address):
-    one, late = RedisStore(address), RedisStore(address)
+    one = RedisStore(address)
+    late = RedisStore(address)
     await one.open()
     await late.open()
     for epoch in range(5):
@@ -158,7 +163,8 @@ async def test_a_payload_stays_when_its_group_is_leased_in_the_round_of_its_push
     engine = await opened(RedisStore(address), registered=False)
     await engine.write(registry.register, REGISTRATION | {"batch_size": 4}, False)
     groups = [incoming()] * 2
-    request, refs = PullRequest("t", anonymous=False), await engine.store.stage([b"x", b"x"])
+    request = PullRequest("t", anonymous=False)
+    refs = await engine.store.stage([b"x", b"x"])
     _, batch = await asyncio.gather(engine.write(push.push, groups, refs, True), engine.write(delivery.pull, request))
     assert isinstance(batch, LeasedBatch)
     refs += await engine.store.stage([b"x", b"x"])
@@ -217,7 +223,9 @@ async def test_two_servers_interleaved_are_one(address):
     engines = [Engine(RedisStore(address), StateOptions(), tidy_every_s=0.05) for _ in range(2)]
     for engine in engines:
         await engine.open()
-    rng, pushed, delivered = random.Random(3), 0, []
+    rng = random.Random(3)
+    pushed = 0
+    delivered = []
     await engines[0].write(registry.register, REGISTRATION, False)
 
     async def producer(name: int) -> None:

@@ -55,7 +55,8 @@ async def push_many(engine: Engine, first: int, count: int) -> None:
 
 
 async def test_what_is_acknowledged_after_a_restart_without_data_is_kept(forgetful, caplog):
-    engine, idle = await opened(RedisStore(forgetful.url)), await opened(RedisStore(forgetful.url), registered=False)
+    engine = await opened(RedisStore(forgetful.url))
+    idle = await opened(RedisStore(forgetful.url), registered=False)
     await push_many(engine, 0, 3)
     assert (await idle.read(views.status))["queue_size"] == 3
     before = engine.state.run.epoch
@@ -93,7 +94,8 @@ async def test_a_mere_reading_server_notices_too_and_begins_the_epoch(forgetful)
 async def test_a_redis_that_lost_its_last_commits_begins_an_epoch_and_keeps_the_rest(forgetful):
     """As an append-only file does that is flushed once a second: the last commits are gone, others took their
     numbers."""
-    engine, other = await opened(RedisStore(forgetful.url)), RedisStore(forgetful.url)
+    engine = await opened(RedisStore(forgetful.url))
+    other = RedisStore(forgetful.url)
     with redis.Redis(port=forgetful.port) as client:
         names = [name for name in client.keys("realhf:*") if client.type(name) != b"none"]
         saved = {name: client.dump(name) for name in names}
@@ -127,7 +129,8 @@ async def test_an_unharmed_redis_is_no_loss(tmp_path):
 
 async def test_a_payload_number_that_is_taken_is_never_written_over(forgetful):
     """Even where two servers drew the same numbers."""
-    one, two = RedisStore(forgetful.url), RedisStore(forgetful.url)
+    one = RedisStore(forgetful.url)
+    two = RedisStore(forgetful.url)
     one._refs, two._refs = iter(range(7, 99)), iter(range(7, 99))
     refs = await one.stage([b"one"]), await two.stage([b"two"])
     with redis.Redis(port=forgetful.port) as client:
@@ -138,7 +141,8 @@ async def test_a_payload_number_that_is_taken_is_never_written_over(forgetful):
 
 async def test_two_losses_noticed_by_different_servers_are_two_epochs(forgetful):
     """The second server never heard of the epoch that the first loss began, and must not begin one of its number."""
-    first, second = await opened(RedisStore(forgetful.url)), await opened(RedisStore(forgetful.url), registered=False)
+    first = await opened(RedisStore(forgetful.url))
+    second = await opened(RedisStore(forgetful.url), registered=False)
     await answered(second, views.info)
     forgetful.restart()
     await answered(first, views.info)

@@ -287,7 +287,8 @@ async def test_damaged_rows_are_set_aside_and_everything_else_is_served(tmp_path
     rows["envs", 0] = EnvRecord(0, "a", "a_0", 10, 1.0, 4, None, True, 5.0)
     await store.commit(Changes(rows=rows))
     await store.close()
-    rng, flipped = random.Random(3), [1, *range(10, 60, 2)]
+    rng = random.Random(3)
+    flipped = [1, *range(10, 60, 2)]
     with closing(sqlite3.connect(tmp_path / "state.sqlite")) as database:
         for key in flipped:
             (row,) = database.execute("SELECT row FROM groups WHERE key = ?", (key,)).fetchone()

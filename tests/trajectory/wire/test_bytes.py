@@ -87,7 +87,8 @@ def test_damaged_gzip_is_400(spoil, size):
 
 @pytest.mark.slow
 def test_a_bomb_is_413_and_is_not_inflated():
-    deflater, frame = zlib.compressobj(9, zlib.DEFLATED, 31), zstandard.ZstdCompressor().compressobj()
+    deflater = zlib.compressobj(9, zlib.DEFLATED, 31)
+    frame = zstandard.ZstdCompressor().compressobj()
     zeros = bytes(1 << 20)
     bombs = [b"".join(map(compressor.compress, [zeros] * 200)) + compressor.flush() for compressor in (deflater, frame)]
     for encoding, body in zip(("gzip", "zstd"), bombs, strict=True):
@@ -127,7 +128,8 @@ def test_members_end_anywhere_in_a_body(plain):
 
 
 def test_batches_are_the_groups_joined():
-    first, second = encoded(EVERYTHING), encoded(group(seed=2))
+    first = encoded(EVERYTHING)
+    second = encoded(group(seed=2))
     groups = parse(first) + parse(second)
     for coding in ("", "gzip"):
         items = json.loads(batch(groups, coding=coding))["batch"]
@@ -170,7 +172,8 @@ def test_binary_groups_in_every_dtype(integers, floats):
 
 @pytest.mark.slow
 def test_large_binary_lists():
-    small, large = binary(group(8, 512)), binary(group(8, 70_000))
+    small = binary(group(8, 512))
+    large = binary(group(8, 70_000))
     head = b"\xdc" + (100).to_bytes(2, "big")
     assert len(small) * 100 > INLINE_BYTES
     assert len(large) > INLINE_BYTES

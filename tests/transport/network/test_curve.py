@@ -18,7 +18,9 @@ import zmq
 from realhf.transport.network import Network, RunKeys
 
 GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0CURVE" + bytes(47)
-LIMIT, STRANGERS, WAIT_S = 256, 400, 60.0
+LIMIT = 256
+STRANGERS = 400
+WAIT_S = 60.0
 LISTENER = f"""
 import json, os, resource, sys, time
 from pathlib import Path

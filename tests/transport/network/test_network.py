@@ -163,8 +163,10 @@ def test_options_that_make_no_sense_together_are_refused(config, said):
 @pytest.mark.parametrize("where", ["that of its heartbeats", "its address"])
 async def test_a_master_that_cannot_listen_leaves_no_context_open(monkeypatch, where):
     """Its context, with the thread that looks at keys, stayed for as long as the process."""
-    made, listened = [], []
-    context, listen = Network.context, Network.listen
+    made = []
+    listened = []
+    context = Network.context
+    listen = Network.listen
 
     def failing(self, socket, bind=""):
         listened.append(bind)

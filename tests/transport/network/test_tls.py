@@ -169,9 +169,12 @@ def test_a_record_of_another_direction_or_connection_is_refused(relayed, replay)
     record = records(caller, towards_caller, MESSAGES[:1])[0]
     if replay == "of another connection":
         others = connected()
-        reader, raw = others[3], others[2]
+        reader = others[3]
+        raw = others[2]
     else:
-        others, reader, raw = (), caller, towards_caller
+        others = ()
+        reader = caller
+        raw = towards_caller
     raw.sendall(record)
     with pytest.raises(ssl.SSLError):
         reader.recv_into(memoryview(bytearray(100)))

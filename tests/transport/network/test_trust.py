@@ -241,7 +241,8 @@ def test_keys_that_cannot_be_keys_are_refused_where_they_are_read(tmp_path, chan
 
 def test_keys_that_cannot_be_written_leave_no_half_file(tmp_path):
     """It would be refused by every later launcher. The limit fails a write in its middle, as a full disk does."""
-    path, before = tmp_path / "keys", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "keys"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):

@@ -82,7 +82,8 @@ async def test_a_worker_on_another_host_serves_and_every_socket_of_the_run_refus
         info = master.roster["w"]
         assert await master.call("w", "echo", "hello", timeout_s=DEADLINE_S) == "hello"
         assert info.machine and info.machine != host_token(), "another network is another host"
-        theirs, ours = listeners(str(info.pid)), listeners("thread-self")
+        theirs = listeners(str(info.pid))
+        ours = listeners("thread-self")
         assert set(theirs.values()) == {lan.second.address} and len(theirs) == 4
         assert set(ours.values()) == {lan.first.address} and len(ours) == 2
         told = {info.data_endpoint, *info.endpoints.values()}

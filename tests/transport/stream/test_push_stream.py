@@ -249,7 +249,8 @@ async def test_hostile_bytes_are_counted_or_answered_and_harm_nobody(sinks, prod
 async def test_every_sample_goes_to_one_receiver_and_their_bytes_are_about_equal(sinks, producer_of):
     three = [sinks() for _ in range(3)]
     producer = producer_of(*three)
-    sizes, rng = {}, random.Random(5)
+    sizes = {}
+    rng = random.Random(5)
     for number in range(120):
         sizes[f"s{number}"] = rng.randint(1, 20_000)
         await all_give_credit(producer)
@@ -261,7 +262,8 @@ async def test_every_sample_goes_to_one_receiver_and_their_bytes_are_about_equal
 
 
 async def test_a_receiver_without_credit_is_passed_over(sinks, producer_of):
-    slow, quick = sinks(credits=2, ack=False), sinks()
+    slow = sinks(credits=2, ack=False)
+    quick = sinks()
     producer = producer_of(slow, quick)
     await all_give_credit(producer)
     for number in range(20):
@@ -273,7 +275,8 @@ async def test_a_receiver_without_credit_is_passed_over(sinks, producer_of):
 
 
 async def test_who_waits_gets_the_first_credit_of_any_in_turn(sinks, producer_of):
-    one, other = sinks(credits=1, ack=False), sinks(credits=1, ack=False)
+    one = sinks(credits=1, ack=False)
+    other = sinks(credits=1, ack=False)
     producer = producer_of(one, other)
     for name in "ab":
         await producer.push(name, 0, [b"1"], timeout_s=60)
@@ -338,7 +341,8 @@ class FakeBreakingNet:
     """Between producers and a receiver: forwards bytes, and ends each connection after some of them."""
 
     def __init__(self, target: str, seed: int) -> None:
-        self.random, self.breaks = random.Random(seed), 0
+        self.random = random.Random(seed)
+        self.breaks = 0
         host, port = target.removeprefix("tcp://").split(":")
         self.target = (host, int(port))
         self.front = socket.create_server(("127.0.0.1", 0))

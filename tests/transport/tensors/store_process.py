@@ -26,7 +26,8 @@ def main() -> None:
         if command == "quit":
             break
         if command == "put":
-            name, rows = arguments[0], int(arguments[1])
+            name = arguments[0]
+            rows = int(arguments[1])
             data = {"x": torch.arange(rows) + int(name), "m": torch.arange(2 * rows).reshape(-1, 2) % 2 == 0}
             lengths = {"x": [[rows]], "m": [[rows]]}
             store.put(SequenceSample.from_tensors([name], data, lengths, {"from": ["owner"]}))

@@ -72,10 +72,12 @@ class Tap:
     of answers."""
 
     def __init__(self, port: int, cuts: int = 0) -> None:
-        self._target, self._cuts = port, cuts
+        self._target = port
+        self._cuts = cuts
         self._socket = socket.create_server((HOST, 0))
         self.port = self._socket.getsockname()[1]
-        self.asked, self.answered = bytearray(), bytearray()
+        self.asked = bytearray()
+        self.answered = bytearray()
         self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
 

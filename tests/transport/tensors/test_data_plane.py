@@ -242,7 +242,8 @@ def test_strangers_are_not_served(owner):
 
 
 def test_a_refilled_segment_cannot_be_taken_for_the_old_one():
-    segment, cache = Segment(100_000), MappingCache(1 << 20)
+    segment = Segment(100_000)
+    cache = MappingCache(1 << 20)
     old = segment.fill([b"a" * 1000])
     assert old is not None
     views = cache.open(old)
@@ -263,7 +264,8 @@ def test_a_refilled_segment_cannot_be_taken_for_the_old_one():
 
 @pytest.mark.parametrize("write", [False, True])
 def test_a_mapping_is_used_again_unless_it_was_written_to(write):
-    segment, cache = Segment(100_000), MappingCache(1 << 20)
+    segment = Segment(100_000)
+    cache = MappingCache(1 << 20)
     addresses = []
     for letter in (b"a", b"b", b"c"):
         ref = segment.fill([letter * 90_000])
@@ -329,7 +331,8 @@ def test_beyond_the_loopback_large_values_come_in_pieces(monkeypatch):
     """A small piece stands for a large one: what is larger is cut, and the owner keeps nothing when all is there."""
     monkeypatch.setattr("realhf.transport.bulk.PIECE_BYTES", 10_000)
     monkeypatch.setattr("realhf.transport.data_plane.BULK_FROM_BYTES", 10_000)
-    ours, store = Network(keys=RunKeys.make()), TensorStore("owner")
+    ours = Network(keys=RunKeys.make())
+    store = TensorStore("owner")
     values = torch.arange(20_000)
     store.put(SequenceSample.from_tensors(["a"], {"x": values, "y": values + 1}, {"x": [[20_000]], "y": [[20_000]]}))
     owner = DataPlane("owner", "run", store, network=ours)

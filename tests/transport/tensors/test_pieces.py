@@ -24,7 +24,8 @@ class Peer:
     """Answers from ``FRAMES``, and breaks off the answers with the given numbers."""
 
     def __init__(self, *broken: int) -> None:
-        self._outgoing, self._broken = Outgoing(), set(broken)
+        self._outgoing = Outgoing()
+        self._broken = set(broken)
         self.number = self._outgoing.open(FRAMES, ["a"])
         self.asked: Counter[Piece] = Counter()
         self.at_once = self.most_at_once = 0

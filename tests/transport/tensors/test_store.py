@@ -35,7 +35,8 @@ def test_get_joins_batches_and_keys_in_the_asked_order():
 
 
 def test_a_whole_batch_comes_back_without_a_copy():
-    store, sample = TensorStore(), batch("abc")
+    store = TensorStore()
+    sample = batch("abc")
     store.put(sample)
     assert store.get(sample.ids, ["x"])["x"].data_ptr() == sample["x"].data_ptr()
     assert store.get(["b", "c"], ["x"])["x"].data_ptr() == sample["x"][2:].data_ptr()
@@ -65,7 +66,8 @@ def test_duplicates():
 
 
 def test_what_one_producer_stored_is_taken_back_and_the_rest_stays():
-    store, heard = TensorStore(), []
+    store = TensorStore()
+    heard = []
     store.on_clear(heard.append)
     store.put(batch("ab"), producer="stream")
     store.put(batch("a", key="y", rows=3), producer="call")
@@ -83,7 +85,8 @@ def test_what_one_producer_stored_is_taken_back_and_the_rest_stays():
 
 
 def test_clear_returns_the_bytes_and_tells_listeners():
-    store, heard = TensorStore(), []
+    store = TensorStore()
+    heard = []
     store.on_clear(heard.append)
     store.put(batch("ab"))
     store.put(batch("ab", key="y"))

@@ -121,7 +121,8 @@ def test_a_closed_publisher_leaves_nothing_behind(medium: Medium, tmp_path: Path
     def held() -> set[str]:
         return {*descriptors(), *named_segments(), *os.listdir(tmp_path)}
 
-    threads, before = set(threading.enumerate()), held()
+    threads = set(threading.enumerate())
+    before = held()
     publisher = WeightPublisher("run", "w", tmp_path, medium)
     for version in range(3):
         receive(publisher.publish(version, TENSORS), 60.0)
@@ -138,7 +139,8 @@ def test_without_room_nothing_is_published_and_the_version_before_stays(medium: 
     publisher = WeightPublisher("run", "w", tmp_path, medium)
     first = publisher.publish(1, TENSORS)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    files, before = os.listdir(tmp_path), set(descriptors())
+    files = os.listdir(tmp_path)
+    before = set(descriptors())
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):

@@ -27,8 +27,13 @@ from realhf.env.server.spec.player import Host, SpecPlayer
 from realhf.env.server.spec.slots import told
 from realhf.env.server.wire import WireError
 
-FIRST, STUCK, OPEN, KILL = "facts", "stuck", "open", "kill"
-RESET, STEP, CLOSE = "reset", "step", "close"
+FIRST = "facts"
+STUCK = "stuck"
+OPEN = "open"
+KILL = "kill"
+RESET = "reset"
+STEP = "step"
+CLOSE = "close"
 DATAGRAM = 64 * 1024
 """The longest message on the control socket."""
 _TELL_S = 0.25
@@ -58,7 +63,8 @@ class _Sessions:
     """Plays the sessions of this process, each in a thread of its own."""
 
     def __init__(self, control: socket.socket, host: Host) -> None:
-        self._control, self._host = control, host
+        self._control = control
+        self._host = host
         self._players: dict[int, SpecPlayer] = {}
         self._told = 0
 

@@ -91,7 +91,10 @@ class SpecPlayer:
     time, except ``kill``. ``info``: whether observations carry it."""
 
     def __init__(self, place: Place, places: Places, choice: TaskChoice, system_prompt: str, *, info: bool) -> None:
-        self._place, self._places, self._choice, self._system_prompt = place, places, choice, system_prompt
+        self._place = place
+        self._places = places
+        self._choice = choice
+        self._system_prompt = system_prompt
         self._info = info
         self._episode_id: str | None = None
         self._chosen: ChosenTask | None = None
@@ -102,7 +105,10 @@ class SpecPlayer:
     def reset(self, data: dict[str, Any]) -> Reply:
         """Start an episode of the task that ``data`` mean; one that is open is given up. Raises WireError."""
         self._choice.check(data)
-        self._playing, self._steps, self._chosen, self._tools = False, 0, None, ()
+        self._playing = False
+        self._steps = 0
+        self._chosen = None
+        self._tools = ()
         self._episode_id = data.get("episode_id") or uuid.uuid4().hex
 
         async def opened(env: Environment) -> dict[str, Any]:
@@ -111,7 +117,8 @@ class SpecPlayer:
             return of_opening(await env.reset(task.payload, seed=task.seed), self._system_prompt)
 
         seen = self._run("reset", opened)
-        self._playing, self._tools = True, seen["tools"]
+        self._playing = True
+        self._tools = seen["tools"]
         return self._shown(seen), None, False
 
     def step(self, action: dict[str, Any]) -> Reply:
@@ -199,10 +206,12 @@ class Host:
             raise ValueError(
                 f"the environment {spec.name} is played on a server of its own: python -m {spec.launch.module}"
             )
-        self._spec, self._info = spec, info
+        self._spec = spec
+        self._info = info
         self._choice = TaskChoice(spec)
         self.places = Places(spec.name, lambda: spec.make(""), size, timeout_s)
-        templates, groups = self._choice.counts(), self._choice.groups()
+        templates = self._choice.counts()
+        groups = self._choice.groups()
         self.facts = Facts(spec.name, spec.deterministic, spec.concurrency, templates, groups)
 
     def player(self, place: Place) -> SpecPlayer:

@@ -52,7 +52,9 @@ class _Process:
     ``sessions``: how many have a channel to it; ``counted``: its death is."""
 
     def __init__(self, forked: ForkedProcess, control: socket.socket, crash: int, session: int) -> None:
-        self.forked, self._control, self._crash = forked, control, crash
+        self.forked = forked
+        self._control = control
+        self._crash = crash
         self._lock = threading.Lock()
         self._stuck = 0
         self._numbers = itertools.count()
@@ -172,7 +174,8 @@ class Processes(SessionSlots):
         super().__init__(size)
         self._request = {"reference": reference, "options": dict(options), "timeout_s": timeout_s, "info": info}
         self._request["size"] = size
-        self._count, self.limit_s = count, timeout_s + _LATE_S
+        self._count = count
+        self.limit_s = timeout_s + _LATE_S
         self._choosing = threading.Lock()
         self._processes: list[_Process] = []
         self._deaths = 0
@@ -399,7 +402,8 @@ class ProcessPlayer:
         return WireError(wire.EXECUTION_ERROR, text, kind=kind)
 
     def _leave(self) -> None:
-        seat, self._seat = self._seat, None
+        seat = self._seat
+        self._seat = None
         if seat is not None:
             seat[2].close()
             self._pool.left(seat[0])

@@ -43,8 +43,11 @@ class SpecServed(ServedEnvironment):
     """Is an environment of the registry as the server sees it, known by its ``facts``: the wire carries the messages
     of its contract."""
 
-    slots_are, slot_label = "environment", "kind"
-    action_model, observation_model, state_model = SpecAction, SpecObservation, SpecState
+    slots_are = "environment"
+    slot_label = "kind"
+    action_model = SpecAction
+    observation_model = SpecObservation
+    state_model = SpecState
 
     def __init__(
         self, facts: Facts, pool: Places | Processes, player: Callable[[Any], Player], config: SpecServerConfig
@@ -52,7 +55,8 @@ class SpecServed(ServedEnvironment):
         super().__init__(config, pool, player)
         self.title = f"realhf environment {facts.name}"
         self.about = f"Episodes of {facts.name} over the OpenEnv wire"
-        self._facts, self._call_timeout_s = facts, config.call_timeout_s
+        self._facts = facts
+        self._call_timeout_s = config.call_timeout_s
 
     def check_reset(self, data: Any) -> dict[str, Any]:
         """Check which task is asked for."""
@@ -132,14 +136,19 @@ def prepare(arguments: argparse.Namespace, config: ServerConfig) -> tuple[SpecSe
     try:
         options = parse_options(arguments.option)
         if count:
-            size, timeout_s, count = config.pool_size, config.call_timeout_s, min(count, config.pool_size)
+            size = config.pool_size
+            timeout_s = config.call_timeout_s
+            count = min(count, config.pool_size)
             pool = Processes(arguments.env, options, count, size, timeout_s, info=config.info)
-            facts, player = pool.facts, lambda slot: slot
+            facts = pool.facts
+            player = lambda slot: slot
         else:
             keep_this_process()
             spec = build_environment(arguments.env, options)
             host = Host(spec, config.pool_size, config.call_timeout_s, info=config.info)
-            facts, pool, player = host.facts, host.places, host.player
+            facts = host.facts
+            pool = host.places
+            player = host.player
     except ValueError as error:
         raise SettingError(f"--env {arguments.env}: {error}") from error
     if facts.concurrency is not None and facts.concurrency < config.pool_size:

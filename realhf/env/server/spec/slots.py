@@ -44,7 +44,9 @@ class Place:
         timeout_s: float,
         on_stuck: Callable[[LoopThread], None],
     ) -> None:
-        self._name, self._make, self._timeout_s = name, make, timeout_s
+        self._name = name
+        self._make = make
+        self._timeout_s = timeout_s
         self._on_stuck = on_stuck
         self._thread: LoopThread | None = None
         self._env: Environment | None = None
@@ -73,14 +75,16 @@ class Place:
     def close(self) -> None:
         """Close the instance and end the thread, within seconds. Harmless when repeated."""
         self._drop()
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             thread.stop(0.0 if self._over else _END_S)
             if thread.alive:
                 self._on_stuck(thread)
 
     def _drop(self) -> None:
-        env, self._env = self._env, None
+        env = self._env
+        self._env = None
         if env is None or self._thread is None or self._over:
             return
         try:
@@ -242,7 +246,9 @@ class Places(SessionSlots):
 
     def __init__(self, name: str, make: Callable[[], Environment], size: int, timeout_s: float) -> None:
         super().__init__(size)
-        self.name, self._make, self._timeout_s = name, make, timeout_s
+        self.name = name
+        self._make = make
+        self._timeout_s = timeout_s
         self._left: list[LoopThread] = []
 
     def stop(self) -> None:

@@ -5,7 +5,8 @@ class Broken:
     """Counts to three."""
 
     def reset(self, **row):
-        self.count, self.earned = 0, 0.0
+        self.count = 0
+        self.earned = 0.0
         return "Call the tool three times."
 
     def add(self) -> str:

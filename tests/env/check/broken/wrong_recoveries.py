@@ -15,7 +15,8 @@ class Broken:
                 yield Demonstration(Task(f"d{number}", payload={}, seed=number), turns, kind=kind)
 
     async def reset(self, task, *, seed):
-        self.number, self.turns = seed, 0
+        self.number = seed
+        self.turns = 0
         return {"messages": [{"role": "user", "content": f"What comes after {self.number}?"}]}
 
     async def step(self, message):

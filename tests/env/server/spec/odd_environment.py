@@ -27,7 +27,8 @@ class FakeOddEnvironment:
         self._steps = 0
 
     async def reset(self, task: Mapping[str, Any], *, seed: int) -> Opening:
-        self._task, self._steps = task, 0
+        self._task = task
+        self._steps = 0
         await self._misbehave(task.get("reset", ""))
         return Opening([{"role": "user", "content": f"seed {seed}"}], [TOOL], info={"solution": "end"})
 

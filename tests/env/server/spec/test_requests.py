@@ -32,7 +32,10 @@ def drawn(draw: random.Random, depth: int = 0) -> Any:
 def test_no_action_raises_anything_but_a_refusal() -> None:
     """Ten thousand values that are nearly actions; whatever is taken becomes a message whose calls are sound or say
     why they are not."""
-    draw, taken, sound, broken = random.Random(1), 0, 0, 0
+    draw = random.Random(1)
+    taken = 0
+    sound = 0
+    broken = 0
     for _ in range(10_000):
         action = {"content": "x", "tool_calls": [drawn(draw) for _ in range(draw.randrange(4))]}
         if draw.random() < 0.3:
@@ -48,7 +51,8 @@ def test_no_action_raises_anything_but_a_refusal() -> None:
                 isinstance(call.name, str) and (call.problem or call.name) and (not call.problem or not call.arguments)
             )
             json.dumps(dict(call.arguments)).encode()
-            sound, broken = sound + (not call.problem), broken + bool(call.problem)
+            sound = sound + (not call.problem)
+            broken = broken + bool(call.problem)
     assert taken > 5000 and sound > 20 and broken > 1000
 
 
